@@ -15,13 +15,16 @@ from model.config import check_heads
 from model.positions import Position
 
 
-def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor = True) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(d)) v, written as the equation (Vaswani et al. 2017, eq. 1). For reading, testing and pictures.
+def scaled_dot_product_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor = True
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T / sqrt(d)) v, written as the equation (Vaswani et al. 2017, eq. 1): to read and test.
 
     q (..., t, d), k and v (..., s, d) -> context (..., t, d) and weights (..., t, s), whose rows sum to 1.
-    Dot products of unit-variance vectors have variance d: without the division by sqrt(d) softmax saturates as d grows.
-    `causal`: True hides the keys after each query, the last query standing at the last key; or a mask of one's own,
-    boolean (True: visible) or added to the scores. The weights take O(t s) memory: the reason for the fused kernel below.
+    Dot products of unit-variance vectors have variance d: undivided by sqrt(d), they saturate softmax.
+    `causal`: True hides the keys after each query, the last query standing at the last key; or a mask of
+    one's own, boolean (True: visible) or added to the scores. The weights take O(t s) memory: hence the
+    fused kernel below.
     """
     scores = einsum(q, k, "... t d, ... s d -> ... t s") / math.sqrt(q.size(-1))
     if isinstance(causal, Tensor):
@@ -35,12 +38,15 @@ def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool |
 
 
 def causal_mask(t: int, s: int, device: torch.device | None = None) -> Tensor:
-    """(t, s), True where a key is visible: not above the diagonal that ends in the last query and the last key."""
+    """(t, s), True where a key is visible: up to the diagonal that ends at the last query and last key."""
     return torch.ones(t, s, dtype=torch.bool, device=device).tril(s - t)
 
 
 def attention_mask(position: Position, q_at: Tensor, k_at: Tensor) -> Tensor:
-    """Keys not after their query, and the position's bias if it has one: (t, s), or (b, 1 or h, t, s) when rows differ."""
+    """Keys not after their query, and the position's bias if it has one.
+
+    Boolean (t, s), or (b, 1, t, s) when rows differ; with a bias float (h, t, s) or (b, h, t, s).
+    """
     visible = k_at <= q_at[..., None]
     if visible.dim() == 3:
         visible = visible[:, None]
@@ -49,11 +55,12 @@ def attention_mask(position: Position, q_at: Tensor, k_at: Tensor) -> Tensor:
 
 
 class MultiHeadAttention(nn.Module):
-    """h attentions side by side, each in its own subspace of width d, concatenated and projected (Vaswani et al. 2017, 3.2.2).
+    """h attentions side by side, each in its own subspace of width d, concatenated and projected.
 
-    (b, t, d_model) -> (b, t, d_model). With n_kv_heads < n_heads, groups of query heads share a key and value head
-    (GQA, Ainslie et al. 2023; one in all: MQA), which shrinks the cache by the same factor. `qk_norm` normalises each head's
-    queries and keys, so that scores cannot grow with the weights (Henry et al. 2020).
+    (b, t, d_model) -> (b, t, d_model) (Vaswani et al. 2017, 3.2.2). With n_kv_heads < n_heads, groups of
+    query heads share a key and value head (GQA, Ainslie et al. 2023; one in all: MQA, Shazeer 2019), which
+    shrinks the cache by the same factor. `qk_norm` normalises each head's queries and keys, so that scores
+    cannot grow with the weights (Henry et al. 2020).
     """
 
     def __init__(
@@ -106,14 +113,15 @@ class MultiHeadAttention(nn.Module):
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
-    """The same equation in one kernel that never holds the (t, s) weights (Dao et al. 2022). `mask` None: causal, t = s.
+    """The same equation in one kernel that never holds the (t, s) weights (Dao et al. 2022).
 
-    q (b, h, t, d), k and v (b, h / g, s, d) -> (b, h, t, d).
+    q (b, h, t, d), k and v (b, h / g, s, d) -> (b, h, t, d). `mask` None: causal, with t = s; torch's
+    is_causal aligns the first query with the first key, which is wrong as soon as t < s.
     """
     groups = q.size(1) // k.size(1)
     same_for_all_heads = mask is None or mask.dim() == 2 or mask.size(-3) == 1
     if groups > 1 and q.size(2) == 1 and same_for_all_heads:
-        # One new token: the query heads of a group stand in line as if they were t, and the cache is read once, not g times.
+        # One new token: a group's heads line up as if they were t, so the cache is read once, not g times.
         q = rearrange(q, "b (kv g) 1 d -> b kv g d", g=groups)
         context = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         return rearrange(context, "b kv g d -> b (kv g) 1 d")

@@ -1,10 +1,11 @@
-"""The keys and values of every token seen: the prefix of a text is computed once, not again for each new token.
+"""The keys and values of every token seen: a prefix is computed once, not again for each new token.
 
-A key or value never changes when text is appended, since no token sees a later one. Row r holds the tokens 0 .. lengths[r] - 1
-in the slots of the same number: slot = position, so rows of unequal length need no padding and no bookkeeping; what lies
-beyond a row's length is never visible, and overwritten when the row grows.
+A key or value never changes when text is appended, since no token sees a later one. Row r holds its tokens
+0 .. lengths[r] - 1 in the slots of the same number (slot = position), so rows of unequal length need no
+padding. What lies beyond a row's length is never visible, and is overwritten as the row grows.
 """
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 
-BLOCK = 128  # keys are read in whole blocks, so that shapes repeat and the cost follows what is filled, not what is allocated
+BLOCK = 128  # keys are read in whole blocks: shapes repeat, and the cost follows what is filled
 
 
 @dataclass
@@ -23,7 +24,10 @@ class LayerCache:
     values: Tensor
 
     def append(self, k: Tensor, v: Tensor, at: Tensor, read: int) -> tuple[Tensor, Tensor]:
-        """Store k and v (b, kv_heads, t, d) at the positions (t,) or (b, t); return the first `read` slots of both."""
+        """Store k and v (b, kv_heads, t, d) at positions (t,) or (b, t); return the first `read` slots."""
+        slots = self.keys.size(2)
+        if read > slots:
+            raise ValueError(f"a cache of {slots} slots a row cannot hold {read}: give it more capacity")
         rows = torch.arange(k.size(0), device=k.device)[:, None]
         self.keys[rows, :, at] = k.transpose(1, 2).to(self.keys.dtype)
         self.values[rows, :, at] = v.transpose(1, 2).to(self.values.dtype)
@@ -31,7 +35,7 @@ class LayerCache:
 
 
 class KVCache:
-    """Room for `capacity` tokens a row, allocated once by the caller and handed to `Transformer.forward`, which fills it."""
+    """Room for `capacity` tokens a row, allocated once by the caller; `Transformer.forward` fills it."""
 
     def __init__(
         self,
@@ -42,8 +46,9 @@ class KVCache:
         device: torch.device | str | None = None,
     ):
         capacity = min(capacity or config.context_length, config.context_length)
-        self.capacity = -(-capacity // BLOCK) * BLOCK  # whole blocks; positions still end at context_length
+        self.capacity = whole_blocks(capacity)  # positions still end at context_length
         shape = (rows, config.kv_heads, self.capacity, config.head_width)
+        # Zeros: an unwritten slot has weight 0, and 0 times what memory happened to hold could be NaN.
         self.layers = [
             LayerCache(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
             for _ in range(config.n_layers)
@@ -56,22 +61,26 @@ class KVCache:
         return self.lengths[:, None] + torch.arange(t, device=self.lengths.device)
 
     def reach(self, t: int) -> int:
-        """How many slots must be read once t more tokens are in: the fullest row's, rounded up to a block."""
-        return -(-(self.longest + t) // BLOCK) * BLOCK
+        """How many slots must be read once t more tokens are in: the fullest row's, in whole blocks."""
+        return whole_blocks(self.longest + t)
 
     def advance(self, t: int) -> None:
         self.lengths += t
         self.longest += t
 
     def cut(self, lengths: list[int]) -> None:
-        """Forget all but the first lengths[r] tokens of each row: the padding of unequal prompts, or a text taken back."""
+        """Forget all but the first lengths[r] tokens of each row: padding, or text taken back."""
         self.lengths.copy_(torch.tensor(lengths))
         self.longest = max(lengths)
 
     def row(self, r: int) -> "KVCache":
-        """A cache that is row r of this one: it writes into the same memory, and starts empty."""
-        one = object.__new__(KVCache)
-        one.capacity, one.longest = self.capacity, 0
+        """A cache that is row r of this one: it starts empty, and writes into the same memory."""
+        one = copy.copy(self)
         one.layers = [LayerCache(layer.keys[r : r + 1], layer.values[r : r + 1]) for layer in self.layers]
         one.lengths = self.lengths[r : r + 1].zero_()
+        one.longest = 0
         return one
+
+
+def whole_blocks(n: int) -> int:
+    return -(-n // BLOCK) * BLOCK

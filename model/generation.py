@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.cache import KVCache
-from model.sampling import Sampling
+from model.sampling import Chooser, Sampling
 from model.transformer import Transformer
 
 OVERFLOWS = ("slide", "stop")
@@ -20,9 +21,11 @@ OVERFLOWS = ("slide", "stop")
 
 @dataclass
 class Step:
-    """One new id a row. `ids[r]` is None once row r has ended; `ended[r]` says why: "stop", "context", "length", or None.
+    """One new id a row.
 
-    `logits` (b, vocab) are the model's own scores for the ids just chosen, before penalties and filters.
+    `ids[r]` is None once row r has ended; `ended[r]` says why: "stop", "context" (it is full), "length"
+    (max_new_tokens reached), or None. `logits` (b, vocab) are the scores that the ids were chosen from, before
+    penalties and filters.
     """
 
     ids: list[int | None]
@@ -49,7 +52,9 @@ class Row:
             self.start = len(self.ids) - max(1, context_length // 2)
 
 
-def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options) -> list[list[int]]:
+def generate(
+    model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any
+) -> list[list[int]]:
     """The new ids of each row; prompts of unequal length are fine. The options are those of `stream`."""
     rows: list[list[int]] = [[] for _ in prompts]
     for step in stream(model, prompts, max_new_tokens, **options):
@@ -77,59 +82,60 @@ def stream(
     seeds      one a row; a single number s stands for s, s + 1, ...
     n_vocab    ids from here on are never chosen (a head padded beyond the tokenizer)
     stop_ids   a row ends with the first of these (which is its last id)
-    until      called with (row, id) for every new id; True ends the row
-    overflow   "slide": a full window keeps its last half and goes on; "stop": the row ends when its text fills the context
+    until      called with (row, id) for every other new id; True ends the row
+    overflow   "slide": a full window keeps its last half and goes on; "stop": a row ends with its context full
 
-    Raises ValueError for an empty prompt, an id the model does not know, or a prompt that fills the context when overflow=stop.
+    A prompt longer than the context keeps its last tokens, with a warning. Raises ValueError for an empty
+    prompt, an id the model does not know, and with overflow="stop" for a prompt that fills the context.
     """
-    rows = [Row(list(prompt)) for prompt in prompts]
-    check(model, rows, max_new_tokens, overflow)
-    seeds = [seeds + r for r in range(len(rows))] if isinstance(seeds, int) else list(seeds)
-    if len(seeds) != len(rows):
-        raise ValueError(f"{len(seeds)} seeds for {len(rows)} prompts: give one a prompt, or a single number")
-    for row in rows:
-        row.start = max(0, len(row.ids) - model.config.context_length)
-    chooser = Chooser(model, rows, sampling or Sampling(), seeds, n_vocab)
+    check(model, prompts, max_new_tokens, overflow)
+    seeds = range(seeds, seeds + len(prompts)) if isinstance(seeds, int) else seeds
+    if len(seeds) != len(prompts):
+        raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one each, or a single number")
+    rows = [Row(list(prompt), max(0, len(prompt) - model.config.context_length)) for prompt in prompts]
+    weight = model.embed.weight
+    chooser = Chooser(sampling or Sampling(), prompts, seeds, weight.size(0), n_vocab, weight.device)
     scorer = Cached(model, rows, max_new_tokens) if use_cache else Recomputed(model)
     return run(model, rows, max_new_tokens, scorer, chooser, set(stop_ids), until, overflow)
 
 
-def check(model: Transformer, rows: list[Row], max_new_tokens: int, overflow: str) -> None:
-    vocab, context = model.config.vocab_size, model.config.context_length
-    assert vocab is not None
+def check(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, overflow: str) -> None:
+    vocab, context = model.embed.weight.size(0), model.config.context_length
     if overflow not in OVERFLOWS:
         raise ValueError(f"overflow={overflow} is not one of {', '.join(OVERFLOWS)}")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 0")
-    for r, row in enumerate(rows):
-        if not row.ids:
-            raise ValueError(f"prompt {r} is empty: start it with the end-of-text id, for example")
-        if not 0 <= min(row.ids) <= max(row.ids) < vocab:
-            raise ValueError(f"prompt {r} has ids {min(row.ids)} to {max(row.ids)}; the model knows 0 to {vocab - 1}")
-        if overflow == "stop" and len(row.ids) >= context:
+    if not prompts:
+        raise ValueError("there is no prompt: give at least one")
+    for prompt in prompts:
+        if not prompt:
+            raise ValueError("a prompt is empty: start it with the end-of-text id, for example")
+        if not 0 <= min(prompt) <= max(prompt) < vocab:
+            raise ValueError(f"a prompt has ids {min(prompt)} to {max(prompt)}; the model's end at {vocab - 1}")
+        if overflow == "stop" and len(prompt) >= context:
             raise ValueError(
-                f"prompt {r} has {len(row.ids)} tokens, which fill the context of {context}: "
+                f"a prompt has {len(prompt)} tokens, which fill the context of {context}: "
                 "shorten it, or let the window slide (overflow=slide)"
             )
-        if len(row.ids) > context:
-            warnings.warn(f"prompt {r} has {len(row.ids)} tokens: the model sees its last {context}", stacklevel=3)
+        if len(prompt) > context:
+            warnings.warn(f"of a prompt's {len(prompt)} tokens the model sees the last {context}", stacklevel=3)
 
 
 def run(
     model: Transformer,
     rows: list[Row],
     max_new_tokens: int,
-    scorer: "Cached | Recomputed",
+    scorer: "Scorer",
     chooser: "Chooser",
     stop_ids: set[int],
     until: Callable[[int, int], bool] | None,
     overflow: str,
 ) -> Iterator[Step]:
-    context = model.config.context_length
+    context, modules = model.config.context_length, list(model.modules())
     for n in range(1, max_new_tokens + 1):
-        with evaluating(model):
+        with evaluating(modules):
             logits = scorer.logits(rows)
-            chosen = chooser.choose(logits)
+            chosen = chooser.choose(logits).tolist()
         ids: list[int | None] = [None] * len(rows)
         for r, (row, token) in enumerate(zip(rows, chosen, strict=True)):
             if row.ended is not None:
@@ -148,45 +154,23 @@ def run(
 
 
 @contextmanager
-def evaluating(model: Transformer) -> Iterator[None]:
-    """No dropout and no gradients inside; the model's mode is as before afterwards."""
-    was_training = model.training
-    model.eval()
+def evaluating(modules: list[nn.Module]) -> Iterator[None]:
+    """No dropout and no gradients inside; afterwards every module is in the mode it was in."""
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.training = False
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(was_training)
+        for module in training:
+            module.training = True
 
 
-class Chooser:
-    """Scores -> ids, with each row's seed, position and the ids it has seen."""
-
-    def __init__(self, model: Transformer, rows: list[Row], sampling: Sampling, seeds: list[int], n_vocab: int | None):
-        device, vocab = model.embed.weight.device, model.config.vocab_size
-        self.rows, self.sampling, self.n_vocab = rows, sampling, n_vocab
-        self.seeds = torch.tensor([signed_64(seed) for seed in seeds], device=device)
-        self.seen: Tensor | None = None
-        if sampling.repetition_penalty != 1:
-            assert vocab is not None
-            self.seen = torch.zeros(len(rows), vocab, dtype=torch.bool, device=device)
-            for r, row in enumerate(rows):
-                self.seen[r, row.ids] = True
-
-    def choose(self, logits: Tensor) -> list[int]:
-        if self.n_vocab is not None:
-            logits = logits.clone()
-            logits[:, self.n_vocab :] = -torch.inf
-        at = torch.tensor([len(row.ids) for row in self.rows], device=logits.device)
-        ids = self.sampling.choose(logits, self.seen, self.seeds, at)
-        if self.seen is not None:
-            self.seen.scatter_(1, ids[:, None], True)
-        return ids.tolist()
-
-
-def signed_64(seed: int) -> int:
-    """Any integer as the int64 with the same low 64 bits."""
-    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+class Scorer(Protocol):
+    def logits(self, rows: list[Row]) -> Tensor:
+        """(b, vocab): what the model says after each row's window. Called once for every token appended."""
+        ...
 
 
 class Recomputed:
@@ -214,21 +198,22 @@ class Cached:
             for r, row in enumerate(rows):
                 if row.start != self.starts[r] and row.ended is None:
                     self.refill(r, row.window[:-1])
-            self.cache.cut([len(row.window) - 1 for row in rows])  # all but the newest token is in; an ended row repeats its last
+            # All but the newest token is in. A row that has ended repeats its last, which nobody reads.
+            self.cache.cut([len(row.window) - 1 for row in rows])
             newest = torch.tensor([row.ids[-1:] for row in rows], device=self.cache.lengths.device)
             logits = self.model.head(self.model.features(newest, self.cache))[:, -1]
         self.starts = [row.start for row in rows]
         return logits
 
     def refill(self, r: int, window: list[int]) -> None:
-        """The window has slid: what it holds stands at new positions, so its keys and values are computed anew."""
+        """The window has slid: its tokens have new positions, so their keys and values are computed anew."""
         cache = self.cache.row(r)
         if window:
             self.model.features(torch.tensor([window], device=cache.lengths.device), cache)
 
 
 def last_logits(model: Transformer, windows: list[list[int]], cache: KVCache | None) -> Tensor:
-    """(b, vocab) scores after each window. Shorter windows are padded at their end, where no token before can see it."""
+    """(b, vocab) scores after each window. Shorter ones are padded at their end, where no token sees it."""
     device = model.embed.weight.device
     lengths = [len(window) for window in windows]
     padded = [window + [0] * (max(lengths) - len(window)) for window in windows]

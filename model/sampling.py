@@ -1,10 +1,12 @@
 """From scores to one next id a row.
 
-Shapes: b rows, vocab ids. A row's draw depends on its own scores, its seed and its position only: not on its neighbours in
-the batch, nor on how many draws were made before.
+Shapes: b rows, vocab ids. A row's draw depends on its own scores, its seed and its position only: not on its
+neighbours in the batch, nor on how many draws were made before.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
@@ -12,13 +14,15 @@ from torch import Tensor
 
 @dataclass(kw_only=True)
 class Sampling:
-    """How the next id is chosen; the defaults draw from the model's own distribution. Applied in the order of the fields.
+    """How the next id is chosen; the defaults draw from the model's own distribution. Applied in this order:
 
-    repetition_penalty  divide the positive and multiply the negative scores of ids already in the text (Keskar et al. 2019);
+    repetition_penalty  r: the score s of an id already in the text becomes s / r if s > 0, s r otherwise
+                        (Keskar et al. 2019); 1: off
+    temperature         T: every score becomes s / T (Ackley et al. 1985); 0: the best id, whatever the seed;
                         1: off
-    temperature         divide all scores (0: take the best, whatever the seed); 1: off
-    top_k               keep the k best (Fan et al. 2018); 0: off
-    top_p               keep the smallest set of best ids whose probabilities sum to p (Holtzman et al. 2020); 1: off
+    top_k               keep the k best ids (Fan et al. 2018); 0: off
+    top_p               keep the fewest best ids whose probabilities sum to p or more (Holtzman et al. 2020);
+                        1: off
     min_p               keep ids at least min_p times as probable as the best (Nguyen et al. 2024); 0: off
     """
 
@@ -29,33 +33,67 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, fits, range_ in (
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
-            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or above"),
+        for name, fits, needed in (
+            ("repetition_penalty", 0 < self.repetition_penalty < inf, "above 0 (1: off)"),
+            ("temperature", 0 <= self.temperature < inf, "0 (greedy) or above"),
             ("top_k", self.top_k >= 0, "0 (off) or above"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
         ):
             if not fits:
-                raise ValueError(f"{name}={getattr(self, name)} must be {range_}")
+                raise ValueError(f"{name}={getattr(self, name)} must be {needed}")
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < 1e-5  # below this the best id has all the probability float32 can tell apart
+        return self.temperature < 1e-5  # the best id has all the probability that float32 can tell apart
 
     def choose(self, logits: Tensor, seen: Tensor | None, seeds: Tensor, at: Tensor) -> Tensor:
-        """logits (b, vocab), seen (b, vocab) True for ids in the text so far, seeds and positions (b,) -> ids (b,)."""
+        """logits (b, vocab), ids in the text so far (b, vocab), seeds and positions (b,) -> ids (b,)."""
         logits = penalise(logits.float(), seen, self.repetition_penalty)
         if self.greedy:
             return logits.argmax(dim=-1)
         return draw(self.probabilities(logits), uniform(seeds, at))
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """(b, vocab) penalised logits -> the distribution drawn from, zero outside what the filters keep."""
+        """(b, vocab) penalised scores -> the distribution drawn from, zero outside what the filters keep."""
         logits = logits / self.temperature
         logits = keep_top_k(logits, self.top_k)
         logits = keep_top_p(logits, self.top_p)
         return keep_min_p(logits, self.min_p).softmax(dim=-1)
+
+
+class Chooser:
+    """A sampling with what it must know of each row: seed, position and the ids seen."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        vocab_size: int,
+        n_vocab: int | None,
+        device: torch.device,
+    ):
+        if device.type == "mps":
+            device = torch.device("cpu")  # Metal has no float64
+        self.sampling, self.n_vocab = sampling, n_vocab
+        self.seeds = torch.tensor([signed(seed) for seed in seeds], device=device)
+        self.at = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        self.seen: Tensor | None = None
+        if sampling.repetition_penalty != 1:
+            self.seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
+            for r, prompt in enumerate(prompts):
+                self.seen[r, list(prompt)] = True
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """(b, vocab) -> ids (b,). Writes -inf to the scores of ids from n_vocab on, which stand for nothing."""
+        if self.n_vocab is not None:
+            logits[:, self.n_vocab :] = -inf
+        ids = self.sampling.choose(logits.to(self.seeds.device), self.seen, self.seeds, self.at)
+        if self.seen is not None:
+            self.seen.scatter_(1, ids[:, None], True)
+        self.at += 1
+        return ids
 
 
 def penalise(logits: Tensor, seen: Tensor | None, penalty: float) -> Tensor:
@@ -68,7 +106,7 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
     if k == 0 or k >= logits.size(-1):
         return logits
     values, ids = logits.topk(k, dim=-1)
-    return torch.full_like(logits, -torch.inf).scatter(-1, ids, values)
+    return torch.full_like(logits, -inf).scatter(-1, ids, values)
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
@@ -76,27 +114,27 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
         return logits
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     probabilities = ordered.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities  # an id is needed as long as those before it do not reach p
-    return torch.full_like(logits, -torch.inf).scatter(-1, ids, ordered.masked_fill(before >= p, -torch.inf))
+    before = probabilities.cumsum(dim=-1) - probabilities  # an id is kept if those before it do not reach p
+    return torch.full_like(logits, -inf).scatter(-1, ids, ordered.masked_fill(before >= p, -inf))
 
 
 def keep_min_p(logits: Tensor, p: float) -> Tensor:
     if p == 0:
         return logits
     probabilities = logits.softmax(dim=-1)
-    return logits.masked_fill(probabilities < p * probabilities.amax(dim=-1, keepdim=True), -torch.inf)
+    return logits.masked_fill(probabilities < p * probabilities.amax(dim=-1, keepdim=True), -inf)
 
 
 def draw(probabilities: Tensor, u: Tensor) -> Tensor:
     """The id in whose slice of [0, 1) the number u (b,) falls: exact sampling by one uniform number a row."""
     ends = probabilities.double().cumsum(dim=-1)
     ids = torch.searchsorted(ends, (u * ends[:, -1])[:, None], right=True).squeeze(-1)
-    last = (ends < ends[:, -1:]).sum(dim=-1)  # rounding never lifts u past the last id that has a slice
+    last = (ends < ends[:, -1:]).sum(dim=-1)  # rounding must not lift u past the last id that has a slice
     return torch.minimum(ids, last)
 
 
 def uniform(seeds: Tensor, at: Tensor) -> Tensor:
-    """Numbers in [0, 1), float64, each a function of (seed, position): SplitMix64's output function (Steele et al. 2014)."""
+    """A number in [0, 1) for each (seed, position), in float64: SplitMix64's hash (Steele et al. 2014)."""
     z = mix(mix(seeds) + at)
     return (z >> 11 & (1 << 53) - 1).double() / (1 << 53)
 
@@ -114,5 +152,6 @@ def shift(z: Tensor, n: int) -> Tensor:
     return z >> n & (1 << 64 - n) - 1
 
 
-def signed(constant: int) -> int:
-    return constant - (1 << 64) if constant >= 1 << 63 else constant
+def signed(number: int) -> int:
+    """The int64 with the same low 64 bits."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -75,7 +75,8 @@ class Block(nn.Module):
             dropout=config.dropout,
         )
         self.mlp_norm = make_norm(config)
-        self.mlp = MLP[config.mlp](config.d_model, config.hidden_width, config.bias)
+        mlp_bias = config.bias if config.mlp_bias is None else config.mlp_bias
+        self.mlp = MLP[config.mlp](config.d_model, config.hidden_width, mlp_bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(

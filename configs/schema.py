@@ -1,0 +1,87 @@
+"""The typed configuration: what each key is called, what it may hold, what it is when nobody says."""
+
+from dataclasses import dataclass, field, fields
+
+from hydra.core.config_store import ConfigStore
+
+from data.source import DataConfig
+from data.tokenizer import TokenizerConfig
+from model import ModelConfig
+from training.device import DEVICES, DTYPES
+from training.optimizer import OptimizerConfig
+from training.reporting import WandbConfig
+from training.schedule import ScheduleConfig
+
+PARALLEL = ("ddp", "fsdp")
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+    steps: int = 1000  # optimizer updates
+    batch_size: int = 32  # sequences an update, over all ranks
+    micro_batch_size: int | None = None  # sequences a device holds at once; null: all of its share
+    seed: int = 0
+    compile: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+
+    log_every: int = 10
+    eval_every: int | None = 250  # null: at the end only
+    save_every: int | None = None  # null: at every evaluation that is the best so far, and at the end
+    sample_every: int | None = None
+    eval_windows: int | None = None  # evaluate the first so many windows of the validation split; null: all of them
+    keep_checkpoints: int = 2  # the newest ones, and the best besides
+    prompt: str = ""  # what samples during training continue
+
+    run_dir: str | None = None  # null: runs/<date-time>
+    overwrite: bool = False  # replace what run_dir holds
+    resume: str | None = None  # a run, one of its checkpoints, or `auto`: run_dir, if it holds a run
+    init_from: str | None = None  # a run, a checkpoint, a Hugging Face folder or hub name to start the weights from
+    eval_only: bool = False
+    dry_run: bool = False
+    parallel: str = "ddp"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "steps",
+            "batch_size",
+            "micro_batch_size",
+            "log_every",
+            "eval_every",
+            "save_every",
+            "sample_every",
+        ):
+            self.at_least_one(name)
+        self.at_least_one("keep_checkpoints")
+        self.at_least_one("eval_windows")
+        if self.dtype not in ("auto", *DTYPES):
+            raise ValueError(f"dtype={self.dtype} is not one of auto, {', '.join(DTYPES)}")
+        if self.device.split(":")[0] not in DEVICES:
+            raise ValueError(f"device={self.device} is not one of {', '.join(DEVICES)}")
+        if self.parallel not in PARALLEL:
+            raise ValueError(f"parallel={self.parallel} is not one of {', '.join(PARALLEL)}")
+        if self.resume and self.init_from:
+            raise ValueError(
+                f"resume={self.resume} and init_from={self.init_from} are both set: a run starts from one of them"
+            )
+
+    def at_least_one(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+
+
+GROUPS = tuple(
+    f.name for f in fields(TrainConfig) if f.name in ("model", "data", "tokenizer", "optimizer", "schedule", "wandb")
+)
+
+
+def register() -> None:
+    ConfigStore.instance().store(name="schema", node=TrainConfig)

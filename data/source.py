@@ -1,0 +1,83 @@
+"""What to read, and what every source (stdlib.py, files.py, hub.py) gives: documents, one at a time."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import xxhash
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Validation is val_split or val_path, else the hub dataset's own `validation` split, else val_fraction of
+    the documents (chosen by a hash of their content) or, of fewer than 20 documents, the end of the text."""
+
+    source: str = "stdlib"  # stdlib | files | hub
+    path: Any = None  # a file, a folder, a glob or a list of these; set, it is what is read
+    val_path: Any = None
+    name: str | None = None  # hub: owner/dataset
+    subset: str | None = None  # hub: its configuration
+    split: str = "train"
+    val_split: str | None = None
+    revision: str | None = None  # hub: a branch, tag or commit
+    streaming: bool = False  # hub: read as it downloads, keep nothing but tokens
+    text_column: str = "text"
+    val_fraction: float = 0.1
+    max_tokens: int | None = None  # stop after this many tokens
+    threads: int | None = None  # None: every core
+    cache_dir: str = "cache"
+
+    def __post_init__(self) -> None:
+        if self.source not in ("stdlib", "files", "hub"):
+            raise ValueError(f"data.source={self.source} is unknown: choose stdlib, files or hub")
+        if not 0 < self.val_fraction < 1:
+            raise ValueError(f"data.val_fraction={self.val_fraction} must lie between 0 and 1")
+        for key in ("max_tokens", "threads"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"data.{key}={value} must be at least 1 (or null)")
+        if self.path is not None and (self.name is not None or self.source == "hub"):
+            raise ValueError(
+                f"data.path={self.path} and data.name={self.name} (data.source={self.source}) name two sources: "
+                "set data.path=null for the hub, or data=text for files"
+            )
+        if self.kind == "files" and self.path is None:
+            raise ValueError("data.path=null: data.source=files needs data.path, a file, a folder, a glob or a list")
+        if self.kind == "hub" and self.name is None:
+            raise ValueError("data.name=null: data.source=hub needs data.name, such as roneneldan/TinyStories")
+        if self.val_path is not None and self.kind != "files":
+            raise ValueError(f"data.val_path={self.val_path} needs data.path, but data.source={self.kind}")
+        if self.val_split is not None and self.kind != "hub":
+            raise ValueError(f"data.val_split={self.val_split} needs a hub dataset, but data.source={self.kind}")
+
+    @property
+    def kind(self) -> str:
+        """A path or a name decides over a source left at its default."""
+        if self.source == "stdlib" and self.path is not None:
+            return "files"
+        return "hub" if self.source == "stdlib" and self.name is not None else self.source
+
+
+@dataclass(slots=True)
+class Document:
+    key: int  # 128-bit hash of the content
+    parts: Iterable[str]  # the text, in order; read once
+    after: tuple[dict | None, int]  # how `documents` goes on after this one
+
+
+class Source(Protocol):
+    label: str
+    identity: dict[str, Any]  # equal if and only if the documents are
+    position: int  # how much of `size` has been read
+    size: int | None
+    notice: str  # what the user should know, else ""
+
+    def documents(self, after: tuple[dict | None, int] = (None, 0)) -> Iterator[Document]: ...
+
+    def check(self) -> None:
+        """Raise ValueError if the content changed since the identity was taken."""
+        ...
+
+
+def text_key(text: str) -> int:
+    return xxhash.xxh3_128_intdigest(text.encode())

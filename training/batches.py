@@ -1,0 +1,45 @@
+"""One optimizer step's sequences, split over ranks and micro-batches."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from data.batches import Windows
+from training.objective import IGNORED
+from training.ranks import Ranks
+
+
+def check_batch(batch_size: int, micro_batch_size: int | None, world: int) -> int:
+    """The micro-batch size, or a ValueError that names the numbers which do not divide."""
+    if batch_size % world:
+        raise ValueError(f"batch_size={batch_size} does not divide over {world} ranks: use a multiple of {world}")
+    share = batch_size // world
+    micro = share if micro_batch_size is None else micro_batch_size
+    if micro > share or share % micro:
+        raise ValueError(
+            f"micro_batch_size={micro} does not divide the {share} sequences of each rank (batch_size={batch_size}, {world} rank(s))"
+        )
+    return micro
+
+
+class Batches:
+    """`at(position)`: this rank's micro-batches of the global batch that starts there, and the global number of targets."""
+
+    def __init__(self, windows: Windows, batch_size: int, micro_batch_size: int, ranks: Ranks, device: torch.device):
+        self.windows, self.micro, self.device = windows, micro_batch_size, device
+        self.batch_size = batch_size
+        self.share = batch_size // ranks.world
+        self.first = ranks.rank * self.share
+
+    def at(self, position: int) -> tuple[list[tuple[Tensor, Tensor]], int]:
+        tokens, targets = self.windows.batch(range(position, position + self.batch_size))
+        n_targets = int((targets != IGNORED).sum())
+        mine = slice(self.first, self.first + self.share)
+        return list(self.split(tokens[mine], targets[mine])), n_targets
+
+    def split(self, tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for pair in zip(tokens.split(self.micro), targets.split(self.micro), strict=True):
+            if self.device.type == "cuda":
+                pair = (pair[0].pin_memory(), pair[1].pin_memory())
+            yield pair[0].to(self.device, non_blocking=True), pair[1].to(self.device, non_blocking=True)
