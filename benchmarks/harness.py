@@ -1,0 +1,88 @@
+"""Interleaved measurements: contestants take turns in one process, so that a machine's moods hit all of them alike."""
+
+import gc
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass
+class Timing:
+    """Seconds a turn: the median, and the quartiles that say how far to trust it."""
+
+    median: float
+    low: float
+    high: float
+    turns: int
+
+
+def interleave(contestants: dict[str, Callable[[], object]], turns: int = 7, warmup: int = 1) -> dict[str, Timing]:
+    """Time each contestant `turns` times, A B C A B C ..., after `warmup` rounds that do not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(warmup + turns):
+        for name, run in contestants.items():
+            gc.collect()
+            started = time.perf_counter()
+            run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if turn >= warmup:
+                seconds[name].append(time.perf_counter() - started)
+    return {name: timing(times) for name, times in seconds.items()}
+
+
+def timing(times: list[float]) -> Timing:
+    ordered = sorted(times)
+    return Timing(median(ordered), ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4], len(ordered))
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on."""
+    return {
+        "processor": processor(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "versions": {name: found(name) for name in ("torch", "transformers", "tokenizers", "tiktoken")},
+    }
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def found(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def store(name: str, rows: list[dict[str, Any]], about: dict[str, Any] | None = None) -> Path:
+    """Write the rows (one a measured case) with the machine they come from."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), **(about or {}), "rows": rows}, indent=1) + "\n")
+    return path
+
+
+def as_row(case: dict[str, Any], timings: dict[str, Timing], base: str) -> dict[str, Any]:
+    """A case, each contestant's timing, and how many times as fast as `base` it was."""
+    ratios = {name: round(timings[base].median / t.median, 3) for name, t in timings.items()}
+    return {**case, "seconds": {name: asdict(t) for name, t in timings.items()}, f"times as fast as {base}": ratios}

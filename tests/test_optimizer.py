@@ -1,0 +1,125 @@
+"""Which weights decay, what Muon does to a matrix, and that clipping is by the joint norm."""
+
+import copy
+
+import pytest
+import torch
+
+from model import ModelConfig, Transformer
+from training.muon import orthogonalise
+from training.objective import NextTokenLoss
+from training.optimizer import OptimizerConfig, clip_gradients, make_optimizer, set_learning_rate
+
+
+def tiny(**changes) -> Transformer:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "context_length": 16, "n_layers": 2, "n_heads": 2, "d_model": 32, "bias": True}
+    return Transformer(ModelConfig(**{**sizes, **changes}))
+
+
+def gradients(model: Transformer) -> None:
+    ids = torch.randint(0, 40, (4, 17), generator=torch.Generator().manual_seed(1))
+    loss, n = NextTokenLoss(model)(ids[:, :-1], ids[:, 1:])
+    (loss / n).backward()
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_every_weight_is_in_one_group_and_only_matrices_decay(name):
+    model = tiny(qk_norm=True, position="learned", norm="layernorm")
+    optimizer = make_optimizer(OptimizerConfig(name=name, weight_decay=0.3), model)
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters())) == len(decay)
+    for p in model.parameters():
+        assert decay[id(p)] == (0.3 if p.dim() == 2 else 0.0)
+
+
+def test_muon_takes_the_matrices_in_the_blocks_and_adamw_the_rest():
+    model = tiny(tie_embeddings=False)
+    optimizer = make_optimizer(OptimizerConfig(name="muon", lr=0.02, adam_lr=0.001), model)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        assert rates[id(p)] == (0.02 if "blocks." in name and p.dim() == 2 else 0.001), name
+    set_learning_rate(optimizer, 0.5)
+    assert sorted({group["lr"] for group in optimizer.param_groups}) == [0.0005, 0.01]
+
+
+def test_the_adamw_inside_muon_is_torchs():
+    config = OptimizerConfig(name="muon", adam_lr=0.01, weight_decay=0.1)
+    ours, theirs = tiny(), tiny()
+    optimizer = make_optimizer(config, ours)
+    reference = make_optimizer(OptimizerConfig(lr=0.01, weight_decay=0.1), theirs)
+    for _ in range(3):
+        for model, opt in ((ours, optimizer), (theirs, reference)):
+            model.zero_grad()
+            torch.manual_seed(7)
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            opt.step()
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        if not ("blocks." in name and p.dim() == 2):
+            torch.testing.assert_close(p, q, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(3, 24, 24), (2, 16, 48), (2, 48, 16)])
+def test_orthogonalise_keeps_the_directions_and_levels_the_singular_values(shape):
+    u, _, vh = torch.linalg.svd(torch.randn(shape, generator=torch.Generator().manual_seed(0)), full_matrices=False)
+    m = u @ torch.diag_embed(torch.linspace(0.05, 3, min(shape[1:])).expand(shape[0], -1)) @ vh
+    mixed = u.mT @ orthogonalise(m) @ vh.mT  # diagonal, if the directions are kept
+    values = torch.diagonal(mixed, dim1=-2, dim2=-1)
+    assert 0.5 < values.min() and values.max() < 1.3
+    assert (mixed - torch.diag_embed(values)).abs().max() < 1e-3
+
+
+def test_a_batch_of_equal_shapes_is_orthogonalised_as_one_by_one():
+    m = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(orthogonalise(m), torch.cat([orthogonalise(one[None]) for one in m]))
+
+
+def test_muon_follows_its_equation():
+    model = tiny(bias=False)
+    w = model.blocks[0].mlp.down.weight
+    optimizer = make_optimizer(OptimizerConfig(name="muon", lr=0.1, weight_decay=0.2, momentum=0.9), model)
+    expected, buffer = w.detach().clone(), torch.zeros_like(w)
+    for step in range(2):
+        torch.manual_seed(step)
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        g = w.grad
+        buffer = 0.9 * buffer + 0.1 * g
+        direction = orthogonalise((0.1 * g + 0.9 * buffer)[None])[0]
+        expected = (1 - 0.1 * 0.2) * expected - 0.1 * max(1, w.size(0) / w.size(1)) ** 0.5 * direction
+        optimizer.step()
+    torch.testing.assert_close(w.detach(), expected)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_state_dict_goes_on_where_it_was(name):
+    model = tiny()
+    optimizer = make_optimizer(OptimizerConfig(name=name), model)
+    gradients(model)
+    optimizer.step()
+    twin = copy.deepcopy(model)
+    resumed = make_optimizer(OptimizerConfig(name=name), twin)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for m, o in ((model, optimizer), (twin, resumed)):
+        m.zero_grad()
+        gradients(m)
+        o.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_clipping_is_by_the_joint_norm_and_can_be_off():
+    model = tiny()
+    gradients(model)
+    joint = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    torch.testing.assert_close(clip_gradients(model.parameters(), None), joint)
+    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]).norm(), joint)
+    torch.testing.assert_close(clip_gradients(model.parameters(), 0.01), joint)
+    assert torch.cat([p.grad.flatten() for p in model.parameters()]).norm() == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("key", ["lr", "adam_lr", "weight_decay", "beta1", "beta2", "eps", "grad_clip", "momentum"])
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+def test_impossible_values_are_refused_by_key(key, value):
+    with pytest.raises(ValueError, match=rf"optimizer\.{key}="):
+        OptimizerConfig(**{key: value})
