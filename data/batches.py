@@ -50,6 +50,8 @@ class Windows:
                 f"{tokens.path} holds {tokens.n_tokens} tokens; model.context_length={context_length} "
                 f"needs at least {context_length + 1}: use more text or a shorter context"
             )
+        if seed is not None:
+            tokens.expect_random_reads()
         self.tokens, self.context_length, self.seed = tokens, context_length, seed
         self.n_targets = tokens.n_tokens - 1
         self.n_windows = -(-self.n_targets // context_length)

@@ -1,234 +1,183 @@
 """Documents to two token files, going on where an interrupted build stopped."""
 
 import json
-import os
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from data.progress import Progress
-from data.source import Document, Source
-from data.token_file import Counts, TokenFile, TokenWriter, token_dtype
+from data.source import Position, Source
+from data.token_file import TokenFile, TokenWriter, token_dtype, write_atomically
 from data.tokenizer import Tokenizer, pieces
 
-BATCH = 1 << 23  # characters tokenised at a time
+BATCH = 1 << 23  # characters tokenised together
 PEEK = 1000  # documents looked at before choosing those to validate on
-FEW = 20  # fewer documents than this are validated on their end
+FEW = 20  # of fewer documents than this, the end of the text is validated on
 BPE_SAMPLE = 100_000_000  # bytes of text that bpe trains on, at most
 SAVE_EVERY = 5.0  # seconds
 PROGRESS = "progress.json"
 
 
-@dataclass(frozen=True)
-class Split:
-    """Documents whose key is below `below` are for validation; if none is, the end of the text."""
-
-    below: int
-    tail: bool
-
-
-def choose_validation(source: Source, fraction: float) -> Split:
-    """A fraction of 0 chooses nothing: validation has a source of its own."""
-    if fraction == 0:
-        return Split(0, tail=False)
-    keys = sorted(document.key for document in islice(source.documents(), PEEK))
+def choose_validation(source: Source, fraction: float) -> int:
+    """Documents whose key is below this are for validation; 0 stands for the end of the text."""
+    peek = PEEK if source.size else FEW  # a stream is downloaded again
+    keys = sorted(document.key for document in islice(source.documents(), peek))
     if len(keys) < FEW:
-        return Split(0, tail=True)
-    if len(keys) < PEEK:
-        return Split(keys[max(1, round(fraction * len(keys)))], tail=False)
-    return Split(int(fraction * 2**128), tail=False)
+        return 0
+    if len(keys) < peek:
+        return keys[min(max(1, round(fraction * len(keys))), len(keys) - 1)]
+    return int(fraction * 2**128)
 
 
-def bpe_sample(source: Source, split: Split, fraction: float, max_tokens: int | None) -> Iterator[str]:
-    """The beginning of the training documents: never text that will be validated on (a token has a byte or more)."""
+def bpe_sample(source: Source, below: int, fraction: float, max_tokens: int | None) -> Iterator[str]:
+    """The first BPE_SAMPLE bytes of the training documents, and nothing that will be validated on."""
     left = BPE_SAMPLE
-    if max_tokens is not None:
+    if max_tokens is not None:  # a token has a byte or more, so this much of the text will be used
         left = min(left, int(max_tokens * (1 - fraction)))
-    if split.tail:
-        size = sum(utf8_length(part) for document in source.documents() for part in document.parts)
+    if below == 0 and fraction > 0:
+        size = sum(len(part.encode()) for document in source.documents() for part in document.parts)
         left = min(left, int(size * (1 - fraction)))
     for document in source.documents():
-        for piece in pieces(document.parts) if document.key >= split.below else ():
-            yield piece.encode()[:left].decode(errors="ignore")
-            left -= utf8_length(piece)
+        for piece in pieces(document.parts) if document.key >= below else ():
+            encoded = piece.encode()
+            yield encoded[:left].decode(errors="ignore")
+            left -= len(encoded)
             if left <= 0:
                 return
 
 
-def utf8_length(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
-
-
-@dataclass(slots=True)
-class Piece:
+class Piece(NamedTuple):
     text: str
     split: str
-    index: int  # in its document
-    last: bool  # of its document
-    before: tuple[dict | None, int]  # how to go on with this document,
-    after: tuple[dict | None, int]  # and with the next
+    ends: bool  # the document ends with it
+    resume: tuple[Position, int]  # what to read after it: documents from there, but for so many pieces of the first
 
 
 class Builder:
-    """Tokenises sources into folder/train.bin and folder/val.bin; `progress.json` is what has reached the disk."""
+    """Tokenises sources into folder/train.bin and folder/val.bin; progress.json tells what has reached the disk."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, threads: int, progress: dict[str, Any]) -> None:
-        self.folder, self.tokenizer, self.threads, self.progress = folder, tokenizer, threads, progress
-        self.counts = {name: Counts(**progress["counts"][name]) for name in ("train", "val")}
+    def __init__(
+        self, folder: Path, tokenizer: Tokenizer, pool: ThreadPoolExecutor, progress: dict[str, Any], shown: Progress
+    ) -> None:
+        self.folder, self.tokenizer, self.pool, self.progress, self.shown = folder, tokenizer, pool, progress, shown
         self.dtype = token_dtype(tokenizer.n_vocab)
-        self.writers = {name: TokenWriter(folder, name, self.counts[name], self.dtype) for name in self.counts}
+        self.writers = {
+            split: TokenWriter(folder, split, self.dtype, progress["n_tokens"][split]) for split in ("train", "val")
+        }
 
-    def add(self, source: Source, name: str, limit: int | None, shown: Progress) -> None:
-        """Tokenise a source, up to `limit` tokens, into the split `name` (the documents chosen for it, into val)."""
-        if name in self.progress["done"]:
+    def add(self, source: Source, split: str, limit: int | None) -> None:
+        """Tokenise a source, up to `limit` tokens, into that split; documents chosen for validation go to val."""
+        if split in self.progress["done"]:
             return
+        room = limit - sum(self.progress["n_tokens"].values()) if limit else 1 << 62
         saved = time.monotonic()
-        for batch in self._batches(source, name):
-            texts = [piece.text for piece in batch]
-            full = self._write(batch, self.tokenizer.encode_batch(texts, self.threads), limit)
-            n_tokens = self.counts["train"].n_tokens + self.counts["val"].n_tokens
-            size = limit or source.size
-            shown.show(sum(map(utf8_length, texts)), (n_tokens if limit else source.position) / size if size else None)
-            if full:
-                break
+        self._show(source, limit)
+        stream = self._pieces(source, split)
+        while room and (batch := take(stream, min(BATCH, 4 * room))):  # a token has some 4 characters
+            room = self._write(batch, room)
+            self._show(source, limit)
             if time.monotonic() - saved >= SAVE_EVERY:
-                last = batch[-1]
-                self.progress["after"] = last.after if last.last else last.before
-                self.progress["pieces"] = 0 if last.last else last.index + 1
-                self.save()
+                self._save(resume=batch[-1].resume)
                 saved = time.monotonic()
-        self.progress |= {"done": [*self.progress["done"], name], "after": (None, 0), "pieces": 0, "open": 0}
-        self.save()
+        self._save(resume=((None, 0), 0), done=[*self.progress["done"], split])
 
-    def save(self) -> None:
-        for name, writer in self.writers.items():
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """The bytes of text that each id stands for."""
+        sizes = np.array([len(self.tokenizer.token_bytes(token)) for token in range(self.tokenizer.n_vocab)])
+        sizes[self.tokenizer.end_of_text] = 0
+        return sizes
+
+    def _save(self, **changes: Any) -> None:
+        for split, writer in self.writers.items():
             writer.sync()
-            self.progress["counts"][name] = asdict(self.counts[name])
+            self.progress["n_tokens"][split] = writer.n_tokens
+        self.progress |= changes
         write_atomically(self.folder / PROGRESS, json.dumps(self.progress))
 
-    def _batches(self, source: Source, name: str) -> Iterator[list[Piece]]:
-        batch: list[Piece] = []
-        size = 0
-        for piece in self._pieces(source, name):
-            batch.append(piece)
-            size += len(piece.text) + 100  # so that empty documents fill a batch, too
-            if size >= BATCH:
-                yield batch
-                batch, size = [], 0
-        if batch:
-            yield batch
+    def _show(self, source: Source, limit: int | None) -> None:
+        done, size = sum(writer.n_tokens for writer in self.writers.values()), limit or source.size
+        self.shown.show(done, (done if limit else source.position) / size if size else None)
 
-    def _pieces(self, source: Source, name: str) -> Iterator[Piece]:
+    def _pieces(self, source: Source, split: str) -> Iterator[Piece]:
         below = int(self.progress["below"])
-        before, skip = self.progress["after"], self.progress["pieces"]
-        for document in source.documents(before):
-            split = "val" if document.key < below else name
-            texts = self._texts(document)
-            text, index = next(texts, ""), 0
-            while True:
-                following = next(texts, None)
+        after, skip = self.progress["resume"]
+        for document in source.documents(after):
+            texts = pieces(document.parts) if self.tokenizer.cuttable else filter(None, ["".join(document.parts)])
+            for index, (text, ends) in enumerate(with_last(texts)):
                 if index >= skip:
-                    yield Piece(text, split, index, following is None, before, document.after)
-                if following is None:
-                    break
-                text, index = following, index + 1
-            before, skip = document.after, 0
+                    resume = (document.after, 0) if ends else (after, index + 1)
+                    yield Piece(text, "val" if document.key < below else split, ends, resume)
+            after, skip = document.after, 0
 
-    def _texts(self, document: Document) -> Iterator[str]:
-        return pieces(document.parts) if self.tokenizer.cuttable else iter(["".join(document.parts)])
-
-    def _write(self, batch: list[Piece], encoded: list[np.ndarray], limit: int | None) -> bool:
-        """Whether `limit` tokens were reached, the last document being cut there."""
+    def _write(self, batch: list[Piece], room: int) -> int:
+        """The room that is left for further tokens; the document that fills it is cut there."""
         end = np.array([self.tokenizer.end_of_text])
-        room = limit - sum(c.n_tokens for c in self.counts.values()) if limit else 1 << 62
-        ready: dict[str, list[np.ndarray]] = {name: [] for name in self.writers}
+        ready: dict[str, list[np.ndarray]] = {split: [np.empty(0, self.dtype)] for split in self.writers}
+        encoded = self.tokenizer.encode_batch([piece.text for piece in batch], self.pool)
         for piece, ids in zip(batch, encoded, strict=True):
-            counts = self.counts[piece.split]
-            if len(ids) > room:
-                ids = ids[:room]
-                counts.n_bytes += len(self.tokenizer.decode_bytes(ids))
-            else:
-                counts.n_bytes += utf8_length(piece.text)
-            ready[piece.split].append(ids)
-            self.progress["open"] += len(ids)
-            room -= len(ids)
-            ends = piece.last and self.progress["open"] > 0 and room > 0
-            if ends:
-                ready[piece.split].append(end)
-                room -= 1
-            if ends or (room == 0 and self.progress["open"]):
-                counts.n_documents += 1
-                counts.longest = max(counts.longest, self.progress["open"])
-                self.progress["open"] = 0
-            elif piece.last:
-                self.progress["empty"] += 1
-            if room == 0:
-                break
-        for name, arrays in ready.items():
-            self.writers[name].append(np.concatenate([np.empty(0, self.dtype), *arrays]))
-        return room == 0
-
+            for part in (ids, end) if piece.ends else (ids,):
+                ready[piece.split].append(part[:room])
+                room -= len(part[:room])
+        for split, arrays in ready.items():
+            self.writers[split].append(np.concatenate(arrays))
+        return room
 
     def move_tail(self, fraction: float) -> None:
-        """Make the last `fraction` of the text the validation split, up to a token's boundary."""
-        counts = self.counts["train"]
-        self.save()
-        tokens = TokenFile(self.folder, "train", counts, self.dtype)
-        cut, n_bytes = tail_start(tokens, self.tokenizer, counts.n_bytes - int(counts.n_bytes * (1 - fraction)))
-        ends = 0
-        for start in range(cut, tokens.n_tokens, BATCH):
-            ids = tokens.read(start, min(start + BATCH, tokens.n_tokens))
-            ends += int((ids == self.tokenizer.end_of_text).sum())
-            self.writers["val"].append(ids)
-        val = self.counts["val"]
-        val.n_bytes, val.longest = n_bytes, min(counts.longest, val.n_tokens)
-        val.n_documents = ends + int(tokens.n_tokens > cut and int(ids[-1]) != self.tokenizer.end_of_text)
-        inside = cut > 0 and int(tokens.read(cut - 1, cut)[0]) != self.tokenizer.end_of_text
-        counts.n_bytes, counts.n_documents = counts.n_bytes - n_bytes, counts.n_documents - val.n_documents + inside
-        counts.n_tokens, counts.longest = cut, min(counts.longest, cut)
-        self.writers["train"].truncate(cut)
+        """Make the last `fraction` of the text the validation split."""
+        train, val = self.writers["train"], self.writers["val"]
+        tokens = TokenFile(self.folder, "train", self.dtype, train.n_tokens)
+        cut = tail_start(tokens, self.sizes, self.tokenizer.end_of_text, fraction)
+        for block in tokens.blocks(cut):
+            val.append(block)
+        val.sync()
+        train.truncate(cut)  # a build killed after this finds fewer tokens than it saved, and starts again
 
-    def close(self) -> None:
-        for writer in self.writers.values():
-            writer.sync()
-            writer.file.close()
+    def count(self, split: str) -> dict[str, int]:
+        tokens = TokenFile(self.folder, split, self.dtype, self.writers[split].n_tokens)
+        end = self.tokenizer.end_of_text
+        n_bytes = n_documents = 0
+        last = end
+        for block in tokens.blocks():
+            n_bytes += int(self.sizes[block].sum())
+            n_documents += int((block == end).sum())
+            last = int(block[-1])
+        return {"n_tokens": tokens.n_tokens, "n_bytes": n_bytes, "n_documents": n_documents + (last != end)}
 
 
-def tail_start(tokens: TokenFile, tokenizer: Tokenizer, n_bytes: int) -> tuple[int, int]:
-    """Where the longest tail of at most n_bytes of text starts, and its bytes."""
-    lengths = np.array([len(tokenizer.token_bytes(token)) for token in range(tokenizer.n_vocab)])
-    lengths[tokenizer.end_of_text] = 0
-    start, found = tokens.n_tokens, 0
-    while start > 0:
-        low = max(0, start - BATCH)
-        sizes = np.cumsum(lengths[tokens.read(low, start)][::-1])
-        inside = int(np.searchsorted(sizes, n_bytes - found, side="right"))
-        found += int(sizes[inside - 1]) if inside else 0
-        start -= inside
-        if start > low:
+def take(stream: Iterator[Piece], characters: int) -> list[Piece]:
+    batch: list[Piece] = []
+    while characters > 0 and (piece := next(stream, None)):
+        batch.append(piece)
+        characters -= len(piece.text)
+    return batch
+
+
+def with_last(items: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    iterator = iter(items)
+    item = next(iterator, None)
+    while item is not None:
+        following = next(iterator, None)
+        yield item, following is None
+        item = following
+
+
+def tail_start(tokens: TokenFile, sizes: np.ndarray, end_of_text: int, fraction: float) -> int:
+    """The first token that begins at or after 1 - fraction of the text's bytes."""
+    before = int(sum(int(sizes[block].sum()) for block in tokens.blocks()) * (1 - fraction))
+    start = 0
+    for block in tokens.blocks():
+        ends = np.cumsum(sizes[block])
+        if ends[-1] >= before:
+            start += int(np.searchsorted(ends, before)) + (before > 0)
             break
-    while start < tokens.n_tokens and tokens.read(start, start + 1)[0] == tokenizer.end_of_text:
-        start += 1
-    return start, found
-
-
-def new_progress(split: Split) -> dict[str, Any]:
-    counts = {"train": asdict(Counts()), "val": asdict(Counts())}
-    return {
-        "below": str(split.below), "tail": split.tail, "counts": counts, "done": [], "after": (None, 0),
-        "pieces": 0, "open": 0, "empty": 0,
-    }  # fmt: skip
-
-
-def write_atomically(path: Path, content: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+        before -= int(ends[-1])
+        start += len(block)
+    is_end = start < tokens.n_tokens and int(tokens.read(start, start + 1)[0]) == end_of_text
+    return start + is_end  # an end-of-text stays with its document

@@ -1,31 +1,30 @@
-"""Documents to token files, once: `prepare` gives the same Corpus for the same text, settings and tokenizer.
+"""Documents to token files, once: the same text, settings and tokenizer find the same files again.
 
-Everything is built in `<folder>.partial`, from which an interrupted preparation goes on, and renamed when complete.
+They are built in `<folder>.partial`, where an interrupted preparation goes on, and that is renamed when complete.
 """
 
-import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
+from filelock import FileLock, Timeout
 
-from data.build import PROGRESS, Builder, bpe_sample, choose_validation, new_progress, write_atomically
+from data.build import PROGRESS, Builder, bpe_sample, choose_validation
 from data.files import Files
 from data.progress import Progress, Report, to_stderr
 from data.source import DataConfig, Source
 from data.stdlib import StandardLibrary
-from data.token_file import SHARD, Counts, TokenFile, token_dtype
+from data.token_file import SHARD, TokenFile, sync, token_dtype, write_atomically
 from data.tokenizer import BPE_PATTERN, Tokenizer, TokenizerConfig, build_tokenizer, load_tokenizer
 
-FORMAT = 1
 SIDECAR = "corpus.json"
+FORMAT = 1  # of the files; part of every request
 
 
 @dataclass
@@ -38,80 +37,76 @@ class Corpus:
 
 
 def prepare(
-    data: DataConfig,
-    tokenizer: TokenizerConfig | Tokenizer,
-    context_length: int,
-    report: Report | None = None,
+    data: DataConfig, tokenizer: TokenizerConfig | Tokenizer, context_length: int, report: Report | None = None
 ) -> Corpus:
     """Notices and progress go to `report`, else to stderr.
 
-    Raises ValueError or OSError, in one line, for data that cannot be had or that is too little for one window.
+    Raises ValueError or OSError, of one line, for data that cannot be had or is too little for one window.
     """
     say = report or to_stderr
-    train, val = open_source(data)
-    for notice in filter(None, [train.notice, val.notice if val else ""]):
-        say(notice)
-    request = {"format": FORMAT, "source": describe(data, train, val), "tokenizer": describe_tokenizer(tokenizer)}
-    corpus = find(Path(data.cache_dir), request, say)
+    source = open_source(data)
+    if source.notice:
+        say(source.notice)
+    request = {"format": FORMAT, "source": source.identity, "tokenizer": describe(tokenizer)}
+    request |= {"val_fraction": data.val_fraction, "max_tokens": data.max_tokens}
+    cache = Path(data.cache_dir)
+    corpus = find(cache, request, say)
     if corpus is None:
-        folder = Path(data.cache_dir, f"{slug(train.label)}-{tokenizer.name}-{digest(request)}")
-        with lock(folder, say):
-            corpus = find(Path(data.cache_dir), request, say)  # made by the process that we waited for
+        name = f"{slug(source.label)}-{tokenizer.name}-{xxhash.xxh3_64_hexdigest(json.dumps(request).encode())}"
+        cache.mkdir(parents=True, exist_ok=True)
+        with locked(cache / f".{name}.lock", say):
+            corpus = find(cache, request, say)  # made by the process that we waited for?
             if corpus is None:
-                build(folder, data, tokenizer, (train, val), request, Progress(f"tokenising {train.label}", report))
-                corpus = load(folder, reused=False)
+                build(cache / name, data, tokenizer, source, request, Progress(f"tokenising {source.label}", report))
+                corpus = load(cache / name, reused=False)
     say(summary(corpus))
-    require(corpus.train, context_length, "use more text or a shorter context")
-    require(corpus.val, context_length, f"raise data.val_fraction={data.val_fraction}, or use more text or a shorter context")
+    remedy = "use more text or a shorter context"
+    require(corpus.train, context_length, remedy)
+    require(corpus.val, context_length, f"raise data.val_fraction={data.val_fraction}, {remedy}")
     return corpus
 
 
-def open_source(config: DataConfig) -> tuple[Source, Source | None]:
-    """The documents to train on and, where the source has its own, those to validate on."""
+def open_source(config: DataConfig) -> Source:
     if config.kind == "hub":
-        from data.hub import open_hub  # imports the slow `datasets`
+        from data.hub import HubDataset  # imports the slow `datasets`
 
-        return open_hub(config)
-    if config.kind == "stdlib":
-        return StandardLibrary(), None
-    val = Files(config.val_path, config.text_column, "data.val_path") if config.val_path is not None else None
-    return Files(config.path, config.text_column, "data.path"), val
-
-
-def describe(data: DataConfig, train: Source, val: Source | None) -> dict[str, Any]:
-    """All that decides which documents end where."""
-    return {
-        "train": train.identity,
-        "val": val.identity if val else data.val_fraction,
-        "max_tokens": data.max_tokens,
-    }
+        return HubDataset(config, config.split)
+    if config.kind == "files":
+        return Files(config.path, config.text_column, config.val_path)
+    return StandardLibrary()
 
 
-def describe_tokenizer(tokenizer: TokenizerConfig | Tokenizer) -> Any:
+def describe(tokenizer: TokenizerConfig | Tokenizer) -> Any:
+    """Equal for equal ids, and known before any training."""
     if not isinstance(tokenizer, TokenizerConfig):
         return tokenizer.fingerprint
-    settings = {"name": tokenizer.name}
-    return settings | ({"vocab_size": tokenizer.vocab_size, "pattern": BPE_PATTERN} if tokenizer.name == "bpe" else {})
-
-
-def digest(request: dict[str, Any]) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(request, sort_keys=True).encode())[:12]
+    return [tokenizer.name, tokenizer.vocab_size, BPE_PATTERN] if tokenizer.name == "bpe" else [tokenizer.name]
 
 
 def slug(label: str) -> str:
     return re.sub(r"[^\w.-]+", "-", label).strip("-.")[:60] or "text"
 
 
+def locked(path: Path, say: Report) -> Any:
+    """One process at a time; the system frees the lock of one that dies."""
+    lock = FileLock(path)
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        say(f"another process is preparing this data ({path}): waiting for it")
+        return lock.acquire()
+
+
 def find(cache: Path, request: dict[str, Any], say: Report) -> Corpus | None:
-    """A complete corpus made by an equal request, or whose tokenizer turned out equal."""
+    """A complete corpus made by an equal request, or by one whose tokenizer turned out equal."""
     for sidecar in sorted(cache.glob(f"*/{SIDECAR}")):
         made = json.loads(sidecar.read_text())
-        same_tokenizer = request["tokenizer"] in (made["request"]["tokenizer"], made["tokenizer"])
-        if {**made["request"], "tokenizer": 0} == {**request, "tokenizer": 0} and same_tokenizer:
-            try:
-                return load(sidecar.parent, reused=True)
-            except ValueError as error:
-                say(f"{error}: preparing it again")
+        for known in (made["request"]["tokenizer"], made["tokenizer"]):
+            if {**made["request"], "tokenizer": known} == request:
+                try:
+                    return load(sidecar.parent, reused=True)
+                except ValueError as error:
+                    say(f"{error}: preparing it again")
     return None
 
 
@@ -119,101 +114,70 @@ def load(folder: Path, reused: bool) -> Corpus:
     made = json.loads((folder / SIDECAR).read_text())
     tokenizer = load_tokenizer(folder / "tokenizer")
     train, val = (
-        TokenFile(folder, name, Counts(**made[name]), token_dtype(tokenizer.n_vocab), made["shard_tokens"])
-        for name in ("train", "val")
+        TokenFile(folder, split, token_dtype(tokenizer.n_vocab), **made[split], shard=made["shard"])
+        for split in ("train", "val")
     )
     return Corpus(tokenizer, train, val, folder, reused)
-
-
-@contextmanager
-def lock(folder: Path, say: Report) -> Iterator[None]:
-    """One process at a time; the lock of a process that died is free."""
-    path = folder.with_name(folder.name + ".lock")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        file = path.open("w")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"another process is preparing {folder}: waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if path.exists() and os.fstat(file.fileno()).st_ino == path.stat().st_ino:
-            break
-        file.close()  # its last holder has removed it
-    try:
-        yield
-    finally:
-        path.unlink()
-        file.close()
 
 
 def build(
     folder: Path,
     data: DataConfig,
     tokenizer: TokenizerConfig | Tokenizer,
-    sources: tuple[Source, Source | None],
+    source: Source,
     request: dict[str, Any],
     shown: Progress,
 ) -> None:
-    train, val = sources
-    fraction = data.val_fraction if val is None else 0.0
     partial = folder.with_name(folder.name + ".partial")
-    progress = resume(partial)
-    if progress is None:
-        shutil.rmtree(partial, ignore_errors=True)
-        split = choose_validation(train, fraction)
-        if isinstance(tokenizer, TokenizerConfig):
-            tokenizer = build_tokenizer(tokenizer, lambda: bpe_sample(train, split, fraction, data.max_tokens))
-        tokenizer.save(partial / "tokenizer")
-        progress = new_progress(split)
-    builder = Builder(partial, load_tokenizer(partial / "tokenizer"), data.threads or cores(), progress)
-    builder.add(train, "train", data.max_tokens, shown)
-    if val is not None:
-        builder.add(val, "val", max(1, int(data.max_tokens * data.val_fraction)) if data.max_tokens else None, shown)
-    elif builder.counts["val"].n_tokens == 0:
-        builder.move_tail(fraction)
-    shown.close()
-    for source in filter(None, sources):
+    val = source.val()
+    fraction = 0.0 if val else data.val_fraction
+    try:
+        progress = resume(partial) or begin(partial, source, tokenizer, fraction, data.max_tokens)
+        with ThreadPoolExecutor(data.threads or cores()) as pool:
+            builder = Builder(partial, load_tokenizer(partial / "tokenizer"), pool, progress, shown)
+            builder.add(source, "train", data.max_tokens)
+            if val:
+                builder.add(val, "val", max(1, int(data.max_tokens * data.val_fraction)) if data.max_tokens else None)
+            elif builder.writers["val"].n_tokens == 0:
+                builder.move_tail(fraction)
         source.check()
-    builder.close()
-    write_sidecar(partial, request, builder)
-    if folder.exists():  # damaged, or nobody would be building it
-        shutil.rmtree(folder)
+    except ValueError:  # the source or the settings must change, so nothing can go on from here
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        shown.close()
+    content = {"request": request, "tokenizer": builder.tokenizer.fingerprint, "dtype": builder.dtype.name, "shard": SHARD}
+    content |= {split: builder.count(split) for split in ("train", "val")}
+    write_atomically(partial / SIDECAR, json.dumps(content, indent=1))
+    (partial / PROGRESS).unlink()
+    sync(partial)
+    shutil.rmtree(folder, ignore_errors=True)  # there is one only if it is damaged
     partial.rename(folder)
-    sync_folder(folder.parent)
+    sync(folder.parent)
+
+
+def begin(
+    partial: Path, source: Source, tokenizer: TokenizerConfig | Tokenizer, fraction: float, max_tokens: int | None
+) -> dict[str, Any]:
+    shutil.rmtree(partial, ignore_errors=True)
+    below = choose_validation(source, fraction) if fraction else 0
+    if isinstance(tokenizer, TokenizerConfig):
+        tokenizer = build_tokenizer(tokenizer, lambda: bpe_sample(source, below, fraction, max_tokens))
+    tokenizer.save(partial / "tokenizer")
+    return {"below": str(below), "n_tokens": {"train": 0, "val": 0}, "resume": ((None, 0), 0), "done": []}
 
 
 def resume(partial: Path) -> dict[str, Any] | None:
     """The progress of an interrupted build, if all that it recorded is there."""
     try:
         progress = json.loads((partial / PROGRESS).read_text())
-        size = {name: sum(p.stat().st_size for p in partial.glob(f"{name}.*bin")) for name in ("train", "val")}
         itemsize = token_dtype(load_tokenizer(partial / "tokenizer").n_vocab).itemsize
     except (OSError, ValueError):
         return None
-    whole = all(size[name] >= progress["counts"][name]["n_tokens"] * itemsize for name in size)
-    return progress if whole else None
-
-
-def write_sidecar(partial: Path, request: dict[str, Any], builder: Builder) -> None:
-    tokenizer = builder.tokenizer
-    content = {
-        "request": request,
-        "tokenizer": tokenizer.fingerprint,
-        "n_vocab": tokenizer.n_vocab,
-        "dtype": builder.dtype.name,
-        "shard_tokens": SHARD,
-        "empty_documents": builder.progress["empty"],
-    } | {name: asdict(counts) for name, counts in builder.counts.items()}
-    write_atomically(partial / SIDECAR, json.dumps(content, indent=1))
-    (partial / PROGRESS).unlink(missing_ok=True)
-    sync_folder(partial)
-
-
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+    for split, n_tokens in progress["n_tokens"].items():
+        if sum(path.stat().st_size for path in partial.glob(f"{split}.*bin")) < n_tokens * itemsize:
+            return None
+    return progress
 
 
 def cores() -> int:
@@ -222,11 +186,11 @@ def cores() -> int:
 
 def summary(corpus: Corpus) -> str:
     parts = [
-        f"{split.n_tokens:,} {name} tokens ({split.n_documents:,} documents, {split.n_bytes / 1e6:.1f} MB)"
-        for name, split in (("training", corpus.train), ("validation", corpus.val))
+        f"{tokens.n_tokens:,} {name} tokens ({tokens.n_documents:,} documents, {tokens.n_bytes / 1e6:.1f} MB)"
+        for name, tokens in (("training", corpus.train), ("validation", corpus.val))
     ]
     verb = "reusing" if corpus.reused else "prepared"
-    return f"{verb} {corpus.folder}: {', '.join(parts)}, vocabulary {corpus.tokenizer.n_vocab:,}"
+    return f"{verb} {corpus.folder}: {', '.join(parts)}, {corpus.tokenizer.n_vocab:,} different tokens"
 
 
 def require(tokens: TokenFile, context_length: int, remedy: str) -> None:

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import xxhash
 
+from data.tokenizer import well_formed
+
 
 @dataclass(kw_only=True)
 class DataConfig:
@@ -58,21 +60,32 @@ class DataConfig:
         return "hub" if self.source == "stdlib" and self.name is not None else self.source
 
 
+Position = tuple[dict | None, int]  # a stream's state, and how many documents to skip from there
+
+
 @dataclass(slots=True)
 class Document:
     key: int  # 128-bit hash of the content
     parts: Iterable[str]  # the text, in order; read once
-    after: tuple[dict | None, int]  # how `documents` goes on after this one
+    after: Position  # where `documents` goes on after this one
 
 
 class Source(Protocol):
     label: str
     identity: dict[str, Any]  # equal if and only if the documents are
-    position: int  # how much of `size` has been read
-    size: int | None
     notice: str  # what the user should know, else ""
 
-    def documents(self, after: tuple[dict | None, int] = (None, 0)) -> Iterator[Document]: ...
+    @property
+    def size(self) -> int | None: ...  # in units of its own
+
+    @property
+    def position(self) -> int: ...  # how much of the size has been read
+
+    def val(self) -> "Source | None":
+        """The documents that the source itself sets aside for validation."""
+        ...
+
+    def documents(self, after: Position = (None, 0)) -> Iterator[Document]: ...
 
     def check(self) -> None:
         """Raise ValueError if the content changed since the identity was taken."""
@@ -81,3 +94,21 @@ class Source(Protocol):
 
 def text_key(text: str) -> int:
     return xxhash.xxh3_128_intdigest(text.encode())
+
+
+def cell(row: dict[str, Any], column: str, where: str) -> str:
+    """The document in one row; null is an empty one."""
+    if column not in row:
+        raise no_column(column, [str(name) for name in row], where)
+    value = row[column]
+    if not isinstance(value, str | None):
+        raise ValueError(
+            f"{where}: column {column} holds {type(value).__name__}, not text: set data.text_column to a text column"
+        )
+    return well_formed(value or "")
+
+
+def no_column(column: str, columns: list[str], where: str) -> ValueError:
+    return ValueError(
+        f"{where} has no column data.text_column={column}: set it to one of {', '.join(columns) or '(none)'}"
+    )

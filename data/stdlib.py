@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from data.source import Document, text_key
+from data.source import Document, Position, text_key
 
 EXCLUDED = {"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"}
 
@@ -25,7 +25,10 @@ class StandardLibrary:
         self.size = len(self.texts)
         self.position = 0
 
-    def documents(self, after: tuple[dict | None, int] = (None, 0)) -> Iterator[Document]:
+    def val(self) -> None:
+        return None
+
+    def documents(self, after: Position = (None, 0)) -> Iterator[Document]:
         for i in range(after[1], len(self.texts)):
             self.position = i
             yield Document(self.keys[i], [self.texts[i]], (None, i + 1))

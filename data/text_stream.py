@@ -9,7 +9,8 @@ from data.tokenizer import Tokenizer
 class TextStream:
     """Gives text as soon as its characters are whole and it cannot be the beginning of a stop string.
 
-    Text from a stop string on is never given. Bytes that are no UTF-8 become U+FFFD.
+    Of the stop string that is complete first, and of what follows, nothing is given. Bytes that are no UTF-8
+    become U+FFFD. The ids are those of a text that goes on: a foreign tokenizer's leading blank is kept.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -28,12 +29,14 @@ class TextStream:
         return self._give(self.decoder.decode(b"", final=True), final=True)
 
     def _give(self, text: str, final: bool) -> str:
-        if self.stopped:
-            return ""
-        self.held += text
-        found = [at for at in (self.held.find(stop) for stop in self.stop) if at >= 0]
-        self.stopped = bool(found)
-        end = min(found) if found else len(self.held) - (0 if final else self._uncertain())
+        for character in text if not self.stopped else "":
+            self.held += character
+            found = max((stop for stop in self.stop if self.held.endswith(stop)), key=len, default=None)
+            if found is not None:
+                self.stopped = True
+                self.held = self.held.removesuffix(found)
+                break
+        end = len(self.held) - (0 if final or self.stopped else self._uncertain())
         given, self.held = self.held[:end], self.held[end:]
         return given
 

@@ -1,99 +1,116 @@
 """Token ids on disk: flat little-endian uint16 or uint32 shards, `train.bin`, `train.1.bin`, ..."""
 
+import mmap
 import os
 from bisect import bisect_right
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 SHARD = 1 << 28  # tokens
+BLOCK = 1 << 22  # tokens looked at together
 
 
 def token_dtype(n_vocab: int) -> np.dtype:
     return np.dtype("<u2" if n_vocab <= 1 << 16 else "<u4")
 
 
-def shard_path(folder: Path, split: str, shard: int) -> Path:
-    return folder / (f"{split}.{shard}.bin" if shard else f"{split}.bin")
-
-
-@dataclass
-class Counts:
-    n_tokens: int = 0
-    n_bytes: int = 0  # of the text as UTF-8; end-of-text ids have none
-    n_documents: int = 0
-    longest: int = 0  # tokens of the longest document
-
-    asdict = asdict
+def shard_path(folder: Path, split: str, index: int) -> Path:
+    return folder / (f"{split}.{index}.bin" if index else f"{split}.bin")
 
 
 class TokenFile:
-    """The tokens of one split, memory-mapped."""
+    """The tokens of one split, memory-mapped. n_bytes is the size of their text as UTF-8, without end-of-text."""
 
-    def __init__(self, folder: Path, split: str, counts: Counts, dtype: np.dtype, shard: int = SHARD) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        dtype: np.dtype,
+        n_tokens: int,
+        n_bytes: int = 0,
+        n_documents: int = 0,
+        shard: int = SHARD,
+    ) -> None:
         self.path = shard_path(folder, split, 0)
-        self.n_tokens, self.n_bytes, self.n_documents = counts.n_tokens, counts.n_bytes, counts.n_documents
-        self.longest = counts.longest
-        self.dtype = dtype
-        self.starts = list(range(0, max(1, self.n_tokens), shard))
-        self.shards = [self._map(shard_path(folder, split, i), i) for i in range(len(self.starts))]
+        self.n_tokens, self.n_bytes, self.n_documents = n_tokens, n_bytes, n_documents
+        self.starts = list(range(0, n_tokens, shard)) or [0]
+        self.maps, self.shards = [], []
+        for index, start in enumerate(self.starts):
+            path, expected = shard_path(folder, split, index), min(shard, n_tokens - start)
+            if not path.is_file() or path.stat().st_size != expected * dtype.itemsize:
+                raise ValueError(f"{path} is damaged: it should hold {expected} tokens")
+            if expected:  # an empty file cannot be mapped
+                with path.open("rb") as file:
+                    self.maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            self.shards.append(np.frombuffer(self.maps[-1] if expected else b"", dtype))
 
-    def _map(self, path: Path, shard: int) -> np.ndarray:
-        end = self.starts[shard + 1] if shard + 1 < len(self.starts) else self.n_tokens
-        expected = end - self.starts[shard]
-        if not path.is_file() or path.stat().st_size != expected * self.dtype.itemsize:
-            raise ValueError(f"{path} is damaged: it should hold {expected} tokens")
-        if not expected:
-            return np.empty(0, self.dtype)  # an empty file cannot be mapped
-        return np.asarray(np.memmap(path, self.dtype, "r"))  # plain arrays are sliced faster
+    def expect_random_reads(self) -> None:
+        """Else the system reads ahead, on some machines 8 MB for every window."""
+        for shard in self.maps:
+            shard.madvise(mmap.MADV_RANDOM)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """ids[start:stop], a view of the file where one shard holds them all."""
-        first = bisect_right(self.starts, start) - 1
-        parts = []
-        while start < stop:
-            offset = start - self.starts[first]
-            part = self.shards[first][offset : offset + stop - start]
-            assert len(part), f"tokens {start} to {stop} of {self.n_tokens}"
-            parts.append(part)
-            start, first = start + len(part), first + 1
-        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
+        """ids[start:stop], for 0 <= start <= stop <= n_tokens; a view of the file where one shard holds them."""
+        assert 0 <= start <= stop <= self.n_tokens
+        index = bisect_right(self.starts, start) - 1
+        part = self.shards[index][start - self.starts[index] : stop - self.starts[index]]
+        if len(part) == stop - start:
+            return part
+        return np.concatenate([part, self.read(start + len(part), stop)])
+
+    def blocks(self, start: int = 0) -> Iterator[np.ndarray]:
+        for low in range(start, self.n_tokens, BLOCK):
+            yield self.read(low, min(low + BLOCK, self.n_tokens))
 
 
 class TokenWriter:
-    """Appends to the shards of one split, going on from `counts`; what lies behind them on the disk is dropped."""
+    """Appends to the shards of one split, after the first n_tokens that the disk holds."""
 
-    def __init__(self, folder: Path, split: str, counts: Counts, dtype: np.dtype, shard: int = SHARD) -> None:
-        self.folder, self.split, self.counts, self.dtype, self.shard = folder, split, counts, dtype, shard
-        self.truncate(counts.n_tokens)
+    def __init__(self, folder: Path, split: str, dtype: np.dtype, n_tokens: int = 0, shard: int = SHARD) -> None:
+        self.folder, self.split, self.dtype, self.shard = folder, split, dtype, shard
+        self.truncate(n_tokens)
 
     def truncate(self, n_tokens: int) -> None:
-        last = n_tokens // self.shard
+        """Forget all but the first n_tokens."""
+        self.n_tokens = n_tokens
+        self._last().touch()
         for path in self.folder.glob(f"{self.split}.*bin"):
-            number = int(path.name.split(".")[1]) if path.name.count(".") == 2 else 0
-            if number > last:
+            index = int(path.suffixes[0][1:]) if len(path.suffixes) == 2 else 0
+            room = min(max(n_tokens - index * self.shard, 0), self.shard)
+            if index and not room:
                 path.unlink()
-        self.file = shard_path(self.folder, self.split, last).open("ab")
-        size = n_tokens % self.shard * self.dtype.itemsize
-        if self.file.tell() < size:
-            raise EOFError(f"{self.file.name} is shorter than recorded")
-        self.file.truncate(size)
-        self.room = self.shard - n_tokens % self.shard
+            elif path.stat().st_size > room * self.dtype.itemsize:
+                os.truncate(path, room * self.dtype.itemsize)
 
     def append(self, ids: np.ndarray) -> None:
-        while len(ids) >= self.room:
-            self.file.write(ids[: self.room].astype(self.dtype).tobytes())
-            self.counts.n_tokens += self.room
-            ids = ids[self.room :]
-            self.sync()
-            self.file.close()
-            self.file = shard_path(self.folder, self.split, self.counts.n_tokens // self.shard).open("wb")
-            self.room = self.shard
-        self.file.write(ids.astype(self.dtype).tobytes())
-        self.counts.n_tokens += len(ids)
-        self.room -= len(ids)
+        while len(ids):
+            room = self.shard - self.n_tokens % self.shard
+            with self._last().open("ab") as file:
+                file.write(ids[:room].astype(self.dtype).tobytes())
+            self.n_tokens += len(ids[:room])
+            if len(ids) >= room:
+                sync(shard_path(self.folder, self.split, self.n_tokens // self.shard - 1))
+            ids = ids[room:]
 
     def sync(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        if self._last().exists():
+            sync(self._last())
+
+    def _last(self) -> Path:
+        return shard_path(self.folder, self.split, self.n_tokens // self.shard)
+
+
+def sync(path: Path) -> None:
+    """Wait until the disk has the file or the names in the folder."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def write_atomically(path: Path, content: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(content)
+    sync(temporary)
+    temporary.replace(path)

@@ -10,13 +10,14 @@ import json
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import tiktoken
@@ -24,6 +25,7 @@ import xxhash
 
 END_OF_TEXT = "<|endoftext|>"
 FILE_NAME = "tiktoken.json"
+BYTES = {bytes([byte]): byte for byte in range(256)}
 AZURE = "https://openaipublic.blob.core.windows.net/"
 NAMED = {  # the files that tiktoken downloads for each encoding
     "gpt2": ("gpt-2/encodings/main/vocab.bpe", "gpt-2/encodings/main/encoder.json"),
@@ -37,8 +39,9 @@ BPE_PATTERN = (
     r"|\s{1,512}(?!\S)|\s{1,512}"
 )
 PIECE = 1 << 17  # characters
-# Between a letter or digit and a blank every pattern above starts a new token, so cutting there changes no id.
-CUT = re.compile(r"[^\W_](?=\s)")
+# A new token starts here in every encoding above, so cutting here changes no id: of all that is no blank, a token
+# goes on with line ends only, and only after punctuation.
+CUT = re.compile(r"\S(?=[^\S\r\n])|[^\W_](?=[\r\n])")
 
 
 @dataclass
@@ -63,27 +66,33 @@ class Tokenizer(Protocol):
     name: str
     n_vocab: int  # every id is below it
     end_of_text: int
-    prefix: list[int]  # ids that the tokenizer's makers put before every text (Llama's <s>); ours have none
     cuttable: bool  # encode(a) + encode(b) == encode(a + b) where `pieces` cuts
 
     @property
-    def fingerprint(self) -> str: ...  # equal if and only if the same ids are produced
+    def prefix(self) -> list[int]: ...  # ids that a foreign model expects before every text (Llama's <s>)
+
+    @property
+    def fingerprint(self) -> str: ...  # equal if and only if the same texts give the same ids
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """With special=False, text that spells a special token is ordinary text. Lone surrogates become U+FFFD."""
+        """With special=False, text that spells a special token is ordinary text. A lone surrogate is read as U+FFFD."""
         ...
 
-    def encode_batch(self, texts: Sequence[str], threads: int) -> list[np.ndarray]: ...
+    def encode_batch(self, texts: Sequence[str], pool: ThreadPoolExecutor) -> list[np.ndarray]:
+        """The ids of each text, found with every thread of the pool."""
+        ...
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that this id adds inside a text (U+FFFD for an id below n_vocab that stands for nothing)."""
+        """What the id adds inside a text: U+FFFD for an id below n_vocab that stands for nothing."""
         ...
 
-    def decode_bytes(self, ids: Sequence[int]) -> bytes: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
     def save(self, folder: Path) -> None: ...
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        return b"".join(map(self.token_bytes, np.asarray(ids, np.int64).tolist()))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.decode_bytes(ids).decode("utf-8", "replace")
 
 
 def pieces(parts: Iterable[str]) -> Iterator[str]:
@@ -116,7 +125,7 @@ def packets(texts: Iterable[str]) -> Iterator[list[str]]:
 
 def last_cut(text: str, start: int, end: int) -> int:
     """The last harmless cut in text[start:end], else the end (a run without blanks: one word is cut in two)."""
-    for low in (end - 4096, start):
+    for low in (max(start, end - 4096), start):
         cut = max((match.end() for match in CUT.finditer(text, low, end)), default=None)
         if cut is not None:
             return cut
@@ -132,173 +141,111 @@ def well_formed(text: str) -> str:
     return text
 
 
-class ByteTokenizer:
-    """One id per UTF-8 byte."""
-
-    name = "bytes"
-    n_vocab = 257
-    end_of_text = 256
-    cuttable = True
-    fingerprint = "bytes"
-
-    def __init__(self) -> None:
-        self.prefix: list[int] = []
-
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        if not special:
-            return list(well_formed(text).encode())
-        ids: list[int] = []
-        for i, part in enumerate(text.split(END_OF_TEXT)):
-            ids += [self.end_of_text] * (i > 0) + self.encode(part)
-        return ids
-
-    def encode_batch(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
-        return [np.frombuffer(well_formed(text).encode(), np.uint8) for text in texts]
-
-    def token_bytes(self, token: int) -> bytes:
-        check_id(self, token)
-        return END_OF_TEXT.encode() if token == self.end_of_text else bytes([token])
-
-    def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        return b"".join(self.token_bytes(token) for token in as_list(ids))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.decode_bytes(ids).decode("utf-8", "replace")
-
-    def save(self, folder: Path) -> None:
-        ranks = {bytes([i]): i for i in range(256)}
-        save_tiktoken(folder, self.name, "(?s:.)", ranks, {END_OF_TEXT: self.end_of_text})
-
-
-class TiktokenTokenizer:
+class TiktokenTokenizer(Tokenizer):
     cuttable = True
 
-    def __init__(self, encoding: tiktoken.Encoding) -> None:
-        self.encoding = encoding
-        self.name = encoding.name
-        self.n_vocab = encoding.n_vocab
-        self.end_of_text = encoding.eot_token
-        self.prefix: list[int] = []
+    def __init__(self, name: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> None:
+        self.name, self.pattern, self.ranks, self.special = name, pattern, ranks, special
+        self.encoding = self._new_encoding()
+        # An encoding is fast only in the thread that used it first (its regex keeps that thread's scratch space
+        # outside a lock), so every thread of a pool has one of its own: with two threads, 1.5 times the speed.
+        self.own = threading.local()
+        self.n_vocab = self.encoding.n_vocab
+        self.end_of_text = special[END_OF_TEXT]
+
+    @property
+    def prefix(self) -> list[int]:
+        return []
 
     @cached_property
     def fingerprint(self) -> str:
-        encoding = self.encoding
-        ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
-        spelled = repr((encoding._pat_str, ranks, sorted(encoding._special_tokens.items())))
-        return xxhash.xxh3_128_hexdigest(spelled.encode())
+        return xxhash.xxh3_128_hexdigest(self._spelled().encode())
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         if special:
             return self.encoding.encode(well_formed(text), allowed_special="all")
-        return join(self._encode(list(pieces([well_formed(text)])))).tolist()
+        return join([encode_piece(self.encoding, piece) for piece in pieces([well_formed(text)])]).tolist()
 
-    def encode_batch(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
-        """tiktoken releases the interpreter's lock, so threads use every core."""
+    def encode_batch(self, texts: Sequence[str], pool: ThreadPoolExecutor) -> list[np.ndarray]:
         cut = [list(pieces([well_formed(text)])) for text in texts]
-        with ThreadPoolExecutor(threads) as pool:
-            encoded = chain.from_iterable(pool.map(self._encode, packets(chain.from_iterable(cut))))
-            return [join(list(islice(encoded, len(group)))) for group in cut]
+        encoded = chain.from_iterable(pool.map(self._encode_packet, packets(chain.from_iterable(cut))))
+        return [join(list(islice(encoded, len(group)))) for group in cut]
 
-    def _encode(self, group: list[str]) -> list[np.ndarray]:
-        return [self.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in group]
+    def _encode_packet(self, packet: list[str]) -> list[np.ndarray]:
+        if not hasattr(self.own, "encoding"):
+            self.own.encoding = self._new_encoding()
+        return [encode_piece(self.own.encoding, piece) for piece in packet]
+
+    def _new_encoding(self) -> tiktoken.Encoding:
+        return tiktoken.Encoding(
+            self.name, pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens=self.special
+        )
 
     def token_bytes(self, token: int) -> bytes:
-        check_id(self, token)
+        if not 0 <= token < self.n_vocab:
+            raise ValueError(f"token id {token} is outside the {self.n_vocab} ids of tokenizer {self.name}")
         try:
             return self.encoding.decode_single_token_bytes(token)
         except KeyError:
             return "\ufffd".encode()
 
-    def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        return b"".join(map(self.token_bytes, as_list(ids)))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.decode_bytes(ids).decode("utf-8", "replace")
-
     def save(self, folder: Path) -> None:
-        encoding = self.encoding
-        save_tiktoken(
-            folder, self.name, encoding._pat_str, encoding._mergeable_ranks, encoding._special_tokens
-        )
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE_NAME).write_text(self._spelled())
+
+    def _spelled(self) -> str:
+        """Everything that decides the ids, as JSON; a token's rank is its place in the list."""
+        tokens = sorted(self.ranks, key=self.ranks.__getitem__)
+        assert [self.ranks[token] for token in tokens] == list(range(len(tokens)))
+        ranks = [base64.b64encode(token).decode() for token in tokens]
+        content = {"name": self.name, "pattern": self.pattern, "special_tokens": self.special, "ranks": ranks}
+        return json.dumps(content)
 
 
-def as_list(ids: Sequence[int]) -> list[int]:
-    return ids if isinstance(ids, list) else np.asarray(ids, dtype=np.int64).tolist()
+def encode_piece(encoding: tiktoken.Encoding, piece: str) -> np.ndarray:
+    """tiktoken releases the interpreter's lock meanwhile."""
+    return encoding.encode_to_numpy(piece, disallowed_special=())
 
 
 def join(arrays: list[np.ndarray]) -> np.ndarray:
     return arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, np.uint32), *arrays])
 
 
-def check_id(tokenizer: Tokenizer, token: int) -> None:
-    if not 0 <= token < tokenizer.n_vocab:
-        raise ValueError(f"token id {token} is outside the {tokenizer.n_vocab} ids of tokenizer {tokenizer.name}")
-
-
-def save_tiktoken(
-    folder: Path, name: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]
-) -> None:
-    in_order = sorted(ranks, key=ranks.__getitem__)
-    assert [ranks[token] for token in in_order] == list(range(len(ranks)))
-    content: dict[str, Any] = {"name": name, "pattern": pattern, "special_tokens": special}
-    content["ranks"] = [base64.b64encode(token).decode() for token in in_order]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / FILE_NAME).write_text(json.dumps(content))
-
-
 def load_tokenizer(folder: Path) -> Tokenizer:
     """What `save` wrote, or the tokenizer.json of a Hugging Face model."""
-    folder = Path(folder)
     if (folder / FILE_NAME).is_file():
         content = json.loads((folder / FILE_NAME).read_text())
-        if content["name"] == "bytes":
-            return ByteTokenizer()
         ranks = {base64.b64decode(token): rank for rank, token in enumerate(content["ranks"])}
-        return TiktokenTokenizer(
-            tiktoken.Encoding(
-                content["name"],
-                pat_str=content["pattern"],
-                mergeable_ranks=ranks,
-                special_tokens=content["special_tokens"],
-            )
-        )
+        return TiktokenTokenizer(content["name"], content["pattern"], ranks, content["special_tokens"])
     if (folder / "tokenizer.json").is_file():
-        from data.foreign_tokenizer import ForeignTokenizer  # needs the optional `tokenizers`
+        from data.foreign_tokenizer import ForeignTokenizer  # imports `tokenizers`, which few runs need
 
         return ForeignTokenizer.load(folder)
     raise ValueError(f"{folder} holds no tokenizer: neither {FILE_NAME} nor tokenizer.json")
 
 
 def build_tokenizer(config: TokenizerConfig, texts: Callable[[], Iterable[str]]) -> Tokenizer:
-    """`texts` is called by bpe only, which trains on what it gives."""
+    """Only bpe asks for the texts, and trains on them."""
     if config.name == "bytes":
-        return ByteTokenizer()
+        return TiktokenTokenizer("bytes", "(?s:.{1,64})", BYTES, {END_OF_TEXT: 256})
     if config.name == "bpe":
         assert config.vocab_size is not None
         return train_bpe(texts(), config.vocab_size)
-    return named_tokenizer(config.name)
+    for path in NAMED[config.name]:
+        require_file(config.name, AZURE + path)
+    known = tiktoken.get_encoding(config.name)
+    return TiktokenTokenizer(config.name, known._pat_str, known._mergeable_ranks, known._special_tokens)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """At most vocab_size ids: fewer if the texts hold fewer pairs worth merging. The same texts give the same ids."""
+    """At most vocab_size ids: fewer where the texts hold fewer pairs to merge. The same texts give the same ids."""
     import rustbpe  # needed only here
 
     trainer = rustbpe.Tokenizer()
     cut = (piece for text in texts for piece in pieces([well_formed(text)]))
     trainer.train_from_iterator(cut, vocab_size - 1, buffer_size=256, pattern=BPE_PATTERN)
     ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
-    return TiktokenTokenizer(
-        tiktoken.Encoding(
-            "bpe", pat_str=BPE_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)}
-        )
-    )
-
-
-def named_tokenizer(name: str) -> Tokenizer:
-    """tiktoken's encoding of that name, from its cache or, with a network, from its makers."""
-    for path in NAMED[name]:
-        require_file(name, AZURE + path)
-    return TiktokenTokenizer(tiktoken.get_encoding(name))
+    return TiktokenTokenizer("bpe", BPE_PATTERN, ranks, {END_OF_TEXT: len(ranks)})
 
 
 def require_file(name: str, url: str) -> None:

@@ -1,7 +1,6 @@
 """A Hugging Face hub on 127.0.0.1: real clients talk to it when HF_ENDPOINT names `Hub.url`.
 
-Serves root/datasets/OWNER/NAME and root/models/OWNER/NAME. `gated` repositories show their pages but refuse their
-files, as the real hub does; `failing` makes each path answer 503 that many times first; `silent` never answers.
+Serves root/datasets/OWNER/NAME and root/models/OWNER/NAME.
 """
 
 import hashlib
@@ -23,14 +22,14 @@ COMMIT = "c0ffee" * 6 + "c0de"
 @dataclass
 class Hub:
     root: Path
-    gated: dict[str, int] = field(default_factory=dict)  # repository -> 401 or 403
-    failing: int = 0
-    silent: bool = False
+    gated: dict[str, int] = field(default_factory=dict)  # repository: 401 or 403, for its files but not its pages
+    failing: dict[str, int] = field(default_factory=dict)  # repository: how often each path answers 503 at first
+    silent: set[str] = field(default_factory=set)  # repositories that are never answered for
+    delay: float = 0.0  # seconds before a file is served
     url: str = ""
     requests: list[str] = field(default_factory=list)
     bytes_served: int = 0
     failed: Counter[str] = field(default_factory=Counter)
-    delay: float = 0.0  # seconds before a file is served
 
     def environment(self, home: Path) -> dict[str, str]:
         return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
@@ -62,9 +61,9 @@ class Handler(BaseHTTPRequestHandler):
         posted = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
-        while self.hub.silent:
-            time.sleep(0.1)
-        if self.hub.failed[path] < self.hub.failing:
+        if any(repo in path for repo in self.hub.silent):
+            time.sleep(60)
+        if self.hub.failed[path] < max((n for repo, n in self.hub.failing.items() if repo in path), default=0):
             self.hub.failed[path] += 1
             return self.reply(503, b"busy")
         try:
