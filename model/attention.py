@@ -15,9 +15,7 @@ from model.config import check_heads
 from model.positions import Position
 
 
-def scaled_dot_product_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor = True
-) -> tuple[Tensor, Tensor]:
+def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor = True) -> tuple[Tensor, Tensor]:
     """softmax(q k^T / sqrt(d)) v, written as the equation (Vaswani et al. 2017, eq. 1): to read and test.
 
     q (..., t, d), k and v (..., s, d) -> context (..., t, d) and weights (..., t, s), whose rows sum to 1.
@@ -27,11 +25,8 @@ def scaled_dot_product_attention(
     fused kernel below.
     """
     scores = einsum(q, k, "... t d, ... s d -> ... t s") / math.sqrt(q.size(-1))
-    if isinstance(causal, Tensor):
-        mask = causal
-    else:
-        mask = causal_mask(q.size(-2), k.size(-2), q.device) if causal else None
-    if mask is not None:
+    mask = causal_mask(q.size(-2), k.size(-2), q.device) if causal is True else causal
+    if isinstance(mask, Tensor):
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(dim=-1)
     return einsum(weights, v, "... t s, ... s d -> ... t d"), weights

@@ -24,8 +24,8 @@ class Step:
     """One new id a row.
 
     `ids[r]` is None once row r has ended; `ended[r]` says why: "stop", "context" (it is full), "length"
-    (max_new_tokens reached), or None. `logits` (b, vocab) are the scores that the ids were chosen from, before
-    penalties and filters.
+    (max_new_tokens reached), or None. `logits` (b, vocab) are the scores that the ids were chosen from,
+    before penalties and filters.
     """
 
     ids: list[int | None]
@@ -52,9 +52,7 @@ class Row:
             self.start = len(self.ids) - max(1, context_length // 2)
 
 
-def generate(
-    model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any
-) -> list[list[int]]:
+def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
     """The new ids of each row; prompts of unequal length are fine. The options are those of `stream`."""
     rows: list[list[int]] = [[] for _ in prompts]
     for step in stream(model, prompts, max_new_tokens, **options):
@@ -83,7 +81,7 @@ def stream(
     n_vocab    ids from here on are never chosen (a head padded beyond the tokenizer)
     stop_ids   a row ends with the first of these (which is its last id)
     until      called with (row, id) for every other new id; True ends the row
-    overflow   "slide": a full window keeps its last half and goes on; "stop": a row ends with its context full
+    overflow   "slide": a full window keeps its last half and goes on; "stop": a row that fills it ends
 
     A prompt longer than the context keeps its last tokens, with a warning. Raises ValueError for an empty
     prompt, an id the model does not know, and with overflow="stop" for a prompt that fills the context.

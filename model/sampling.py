@@ -86,7 +86,7 @@ class Chooser:
                 self.seen[r, list(prompt)] = True
 
     def choose(self, logits: Tensor) -> Tensor:
-        """(b, vocab) -> ids (b,). Writes -inf to the scores of ids from n_vocab on, which stand for nothing."""
+        """(b, vocab) -> ids (b,). Writes -inf over scores of ids that stand for nothing, n_vocab and up."""
         if self.n_vocab is not None:
             logits[:, self.n_vocab :] = -inf
         ids = self.sampling.choose(logits.to(self.seeds.device), self.seen, self.seeds, self.at)
