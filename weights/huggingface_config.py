@@ -94,13 +94,18 @@ def to_model_config(described: dict[str, Any]) -> ModelConfig:
         raise ValueError(f"model_type={family} is not supported, only {', '.join(GIVEN)}")
     described = {**DEFAULTS[family], **described}
     refuse_unsupported(described)
-    keys = {ours: theirs for ours, both in KEYS.items() if (theirs := both[family != "gpt2"])}
+    keys = keys_of(family)
     if missing := [theirs for theirs in keys.values() if theirs not in described]:
         raise ValueError(f"{', '.join(missing)} is missing")
     values = {ours: described[theirs] for ours, theirs in keys.items()}
     if family != "gpt2":
         values["rope_theta"], values["rope_scaling"] = rope(described)
     return ModelConfig(**{**values, **GIVEN[family]})
+
+
+def keys_of(family: str) -> dict[str, str]:
+    column = 0 if family == "gpt2" else 1
+    return {ours: theirs for ours, both in KEYS.items() if (theirs := both[column]) and ours not in GIVEN[family]}
 
 
 def refuse_unsupported(described: dict[str, Any]) -> None:
@@ -131,7 +136,7 @@ def rope(described: dict[str, Any]) -> tuple[float, dict[str, float] | None]:
 def from_model_config(config: ModelConfig, family: str) -> dict[str, Any]:
     """Ours -> theirs, as far as the family can say it: `to_model_config` of the answer tells what it says."""
     values = filled_in(config)
-    described = {theirs: values[ours] for ours, both in KEYS.items() if (theirs := both[family != "gpt2"])}
+    described = {theirs: values[ours] for ours, theirs in keys_of(family).items()}
     described["model_type"] = family
     if family == "gpt2":
         dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
