@@ -1,217 +1,190 @@
 """Train a language model: `python train.py`, and any key=value of configs/schema.py to change the run."""
 
 import os
+import shlex
 import sys
 import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, NoReturn
 
 import hydra
-import torch
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+import weights
 from configs import compose
 from configs.schema import TrainConfig, register
 from data.batches import Windows
-from data.prepare import Corpus, prepare
-from model import ModelConfig, Sampling, Transformer, generate
+from data.prepare import prepare
 from training.batches import Batches, check_batch
-from training.device import choose_device, choose_dtype
-from training.evaluate import evaluate
+from training.device import choose_device, choose_dtype, compute_alike, out_of_memory, try_compiled
+from training.evaluate import Evaluation, evaluate, sample
 from training.flops import flops_per_token, matmul_peak
-from training.objective import NextTokenLoss
+from training.objective import NextTokenLoss, recompute_blocks
 from training.optimizer import clip_gradients, make_optimizer, set_learning_rate
-from training.ranks import Ranks
-from training.reporting import Report, StepReport, start_wandb
-from training.run import Progress, RunFolder, StopRequest, named_optimizer_state, restore_optimizer_state
+from training.plan import REMEDY, make_plan, prediction, timed, update
+from training.ranks import LOST, Ranks, callable_in_parts, lost_a_rank
+from training.reporting import Outcome, Report, Scale, check_wandb, start_wandb, sweep_table
+from training.run import StopRequest, named_optimizer_state, open_folder
 from training.schedule import learning_rate_share
+from training.start import Start, with_vocabulary
 from training.update import Precision, accumulate, require_finite
-from weights import checkpoint, load
 
 
-def train(config: TrainConfig) -> int:
-    """Run to the end, or to a signal; returns the exit status. Raises ValueError or OSError, in one line, for what cannot be done."""
-    ranks = Ranks.from_environment()
+def train(config: TrainConfig, ranks: Ranks) -> Outcome:
+    """Run to the end, or to a signal. Raises ValueError or OSError, in one line, for what cannot be done."""
+    began = time.perf_counter()
+    say = print if ranks.main else silent
     device = choose_device(config.device, ranks.local_rank)
+    compute_alike(device, config.compile)
     precision = Precision(device, choose_dtype(config.dtype, device))
     micro_batch_size = check_batch(config.batch_size, config.micro_batch_size, ranks.world)
-    progress, trainer = Progress(), {}
-    start = resume_point(config)
-    if start is not None:
-        trainer = checkpoint.read_trainer(start)
-        progress = Progress(**trainer["progress"])
+    check_wandb(config.wandb)
+    if config.parallel == "fsdp" and ranks.world == 1:
+        say("parallel=fsdp is ignored: this is the only process (torchrun --nproc_per_node=N starts N)", file=sys.stderr)
 
-    model, corpus = build(config, start)
-    model.to(device)
+    start = Start(config.resume, config.init_from)
+    progress = start.progress
+    if progress.step >= config.steps and not (config.eval_only or config.dry_run):
+        say(f"{config.run_dir} is finished: {progress.step} of steps={config.steps} are done. Raise steps to go on")
+        return Outcome(0, str(config.run_dir), progress.best_loss)
+    source, notices = start.tokenizer() or config.tokenizer, None if ranks.main else silent
+    corpus = ranks.main_first(lambda: prepare(config.data, source, config.model.context_length, notices))
+    tokenizer, context = corpus.tokenizer, config.model.context_length
+    config = replace(config, model=with_vocabulary(config.model, tokenizer))
+    validation = Windows(corpus.val, context, seed=None)
+    batches = Batches(Windows(corpus.train, context, config.seed), config.batch_size, micro_batch_size, ranks, device)
+
+    if config.dry_run:
+        plan = make_plan(config.model, config.optimizer, batches, precision, config.checkpoint_activations, config.steps)
+        say(plan)
+        if not plan.fits:
+            return Outcome()
+
+    model = start.model(config.model, config.seed)
     objective = NextTokenLoss(model)
-    validation = Windows(corpus.val, model.config.context_length, seed=None)
+    if config.checkpoint_activations:
+        recompute_blocks(model)
+    wrapped = ranks.wrap(objective, config.parallel, device, precision.dtype)
+
+    def evaluation(limit: int | None = config.eval_windows) -> Evaluation:
+        with precision.autocast():
+            return evaluate(objective, validation, micro_batch_size, ranks, limit)
+
     if config.eval_only:
-        found = evaluate(objective, validation, micro_batch_size, ranks, config.eval_windows)
-        print(
-            f"validation loss {found.loss:.4f} | perplexity {found.perplexity:.2f} | {found.bits_per_byte:.4f} bits per byte"
-        )
-        return 0
-    if progress.step >= config.steps:
-        print(f"{config.run_dir} is finished: {progress.step} of steps={config.steps} are done. Raise steps to go on")
-        return 0
-
+        found = evaluation()
+        say(f"{found} | {found.n_targets:,} tokens of {corpus.val.path}")
+        return Outcome(val_loss=found.loss)
+    if config.compile and (problem := try_compiled(objective, wrapped, batches.at(0)[0][0], precision.autocast())):
+        say(f"compile=true does not work here ({problem}): going on without it", file=sys.stderr)
     optimizer = make_optimizer(config.optimizer, model)
-    if trainer:
-        restore_optimizer_state(optimizer, model, trainer["optimizer"])
-        precision.scaler.load_state_dict(trainer["scaler"])
-    windows = Windows(corpus.train, model.config.context_length, config.seed)
-    batches = Batches(windows, config.batch_size, micro_batch_size, ranks, device)
-    if config.compile:
-        objective.compile()
-    wrapped = ranks.wrap(objective)
+    start.restore(optimizer, model, precision)
+    if config.dry_run:
+        step = timed(lambda: update(wrapped, optimizer, batches.at(0)[0], ranks, precision))
+        windows = min(len(validation), config.eval_windows or len(validation))
+        part = min(windows, 2 * micro_batch_size)
+        evaluations = -(-config.steps // (config.eval_every or config.steps))
+        say(prediction(config.steps, step, evaluations, timed(lambda: evaluation(part)) * windows / part, device))
+        return Outcome()
 
-    folder = (
-        RunFolder.reopen(Path(config.run_dir))
-        if start or config.resume
-        else RunFolder.create(config.run_dir, config.overwrite)
-    )
-    folder.cut_metrics(progress.step)
-    folder.config.write_text(compose.to_yaml(replace(config, run_dir=str(folder.path), model=model.config)))
-    wandb_run = start_wandb(config.wandb, folder, progress, asdict(config))
-    tokens_per_step = config.batch_size * model.config.context_length
-    peak = matmul_peak(device, precision.dtype) * ranks.world
-    report = Report(folder, wandb_run, progress, config.steps, tokens_per_step, flops_per_token(model), peak, device)
-    stop = StopRequest()
+    with (
+        open_folder(config.run_dir, config.resume, config.overwrite) if ranks.main else nullcontext() as folder,
+        StopRequest(ranks) as stop,
+    ):
+        config = replace(config, run_dir=ranks.agree(folder and str(folder.path)))
+        wandb_run = start_wandb(config.wandb, folder, progress, asdict(config)) if folder else None
+        if folder:
+            changed = compose.changes(folder.config, config) if config.resume else []
+            folder.begin(compose.to_yaml(config, tokenizer), progress, start.folder if config.resume else None)
+        peak = matmul_peak(device, precision.dtype) * ranks.world
+        scale = Scale(config.steps, config.batch_size * context, flops_per_token(model), peak)
 
-    def save() -> None:
-        state = {
-            "model": model.state_dict(),
-            "optimizer": named_optimizer_state(optimizer, model),
-            "scaler": precision.scaler.state_dict(),
-        }
-        about = {
-            "step": progress.step,
-            "tokens": progress.position * model.config.context_length,
-            "best_val_loss": progress.best_loss,
-        }
-        folder.save(progress, model.config, state, corpus.tokenizer, about, config.keep_checkpoints)
-        report.draw()
+        def save() -> None:
+            state = {
+                "model": model.state_dict(),
+                "optimizer": named_optimizer_state(optimizer, model),
+                "scaler": precision.scaler.state_dict(),
+            }
+            state = ranks.gather(state)
+            if folder:
+                about = {"tokens": progress.position * context, "command": shlex.join(sys.argv)}
+                folder.save(progress, config.model, state, tokenizer, about, config.keep_checkpoints)
+            report.saved()
 
-    report.say(
-        f"{folder.path}: {sum(p.numel() for p in model.parameters()):,} parameters, {config.steps:,} steps of {tokens_per_step:,} tokens"
-    )
-    saved = progress.step
-    try:
-        while progress.step < config.steps and not stop.requested:
-            began = time.perf_counter()
-            share = learning_rate_share(config.schedule, progress.step, config.steps)
-            set_learning_rate(optimizer, share)
-            micro_batches, n_targets = batches.at(progress.position)
-            seed = (config.seed, progress.step)
-            loss = accumulate(wrapped, micro_batches, n_targets, ranks=ranks, seed=seed, precision=precision).item()
-            precision.scaler.unscale_(optimizer)
-            norm = clip_gradients(model.parameters(), config.optimizer.grad_clip).item()
-            require_finite(loss, norm, progress.step, precision.scaler)  # before the weights move
-            precision.scaler.step(optimizer)
-            precision.scaler.update()
-            optimizer.zero_grad(set_to_none=True)
-            progress.advance(config.batch_size)
-            report.timed(time.perf_counter() - began)
+        with Report(folder, wandb_run, progress, scale, device, began) as report:
+            n_parameters = sum(p.numel() for p in model.parameters())
+            size = f"{n_parameters:,} parameters, {config.steps:,} steps of {scale.tokens_per_step:,} tokens"
+            report.say(f"{config.run_dir}: {size} in {precision.dtype} on {device}".replace("torch.", ""))
+            if progress.step and folder:
+                report.say("; ".join([f"going on from step {progress.step}", *changed]))
+            saved = progress.step
+            while progress.step < config.steps and not stop.requested():
+                share = learning_rate_share(config.schedule, progress.step, config.steps)
+                set_learning_rate(optimizer, share)
+                micro_batches, n_targets = batches.at(progress.position)
+                seed = (config.seed, progress.step)
+                loss = accumulate(wrapped, micro_batches, n_targets, ranks=ranks, seed=seed, precision=precision).item()
+                precision.scaler.unscale_(optimizer)
+                norm = clip_gradients(model.parameters(), config.optimizer.grad_clip).item()
+                require_finite(loss, norm, progress.step, precision.scaler)  # before the weights move
+                precision.scaler.step(optimizer)
+                precision.scaler.update()
+                optimizer.zero_grad(set_to_none=True)
+                progress.advance(config.batch_size)
 
-            last = progress.step == config.steps
-            if progress.due(config.log_every):
-                report.step(progress, StepReport(loss, norm, share * config.optimizer.lr))
-            best = False
-            if progress.due(config.eval_every) or last:
-                found = evaluate(objective, validation, micro_batch_size, ranks, config.eval_windows)
-                best = progress.improved(found.loss)
-                report.evaluation(progress, found, best)
-            if progress.due(config.sample_every) or last:
-                report.sample(progress, sample(model, corpus, config.prompt))
-            if progress.due(config.save_every) or best or last:
+                last, best = progress.step == config.steps, False
+                report.step(progress, loss, norm, share * config.optimizer.lr, log=progress.due(config.log_every) or last)
+                if progress.due(config.eval_every) or last:
+                    found = evaluation()
+                    best = progress.improved(found.loss)
+                    report.evaluation(progress, found, best)
+                if progress.due(config.sample_every) or last:
+                    with callable_in_parts(objective):
+                        report.sample(progress, sample(model, tokenizer, config.prompt))
+                if progress.due(config.save_every or config.eval_every) or best or last:
+                    save()
+                    saved = progress.step
+            if saved != progress.step:
                 save()
-                saved = progress.step
-        if saved != progress.step:
-            save()
-    finally:
-        report.close(progress)
-        ranks.stop()
+
     if stop.signal is not None and progress.step < config.steps:
-        print(f"stopped at step {progress.step}, saved: python train.py resume={folder.path} goes on", file=sys.stderr)
-        return 128 + stop.signal
-    print(f'{folder.path} is done: python sample.py --checkpoint {folder.path} --prompt "..."')
-    return 0
+        say(f"stopped at step {progress.step}, saved: python train.py resume={config.run_dir} goes on", file=sys.stderr)
+        return Outcome(128 + stop.signal, str(config.run_dir), progress.best_loss)
+    say(f'{config.run_dir} is done: python sample.py --checkpoint {config.run_dir} --prompt "..."')
+    return Outcome(0, str(config.run_dir), progress.best_loss)
 
 
-def resume_point(config: TrainConfig) -> Path | None:
-    """The checkpoint to go on from; None for a new run, or one that ended before its first checkpoint."""
-    if not config.resume:
-        return None
+def silent(*_: Any, **__: Any) -> None:
+    """How ranks other than the first print."""
+
+
+def run_job(composed: DictConfig, ranks: Ranks, jobs: list[Outcome]) -> None:
+    """One run. If it is one of a sweep, its error does not end the others."""
+    overrides = compose.sweep_overrides()
     try:
-        return checkpoint.find(Path(config.resume))
-    except FileNotFoundError:
-        return None
+        outcome = train(compose.to_config(composed, weights.model_config), ranks)
+    except (ValueError, OSError, OmegaConfBaseException) as problem:
+        outcome = Outcome(error=one_line(problem))
+    except (RuntimeError, MemoryError) as problem:
+        if not out_of_memory(problem) and not lost_a_rank(problem):
+            raise
+        what = f"out of memory ({one_line(problem)[:160]}). {REMEDY}"
+        outcome = Outcome(error=LOST if lost_a_rank(problem) else what)
+    if outcome.error and (overrides is None or ranks.world > 1):
+        fail(ranks, outcome.error)
+    if outcome.error:
+        print(f"error: {outcome.error}", file=sys.stderr)
+    if outcome.status:
+        sys.exit(outcome.status)
+    jobs.append(replace(outcome, overrides=" ".join(overrides or [])))
 
 
-def build(config: TrainConfig, start: Path | None) -> tuple[Transformer, Corpus]:
-    """The model, new or from a checkpoint, and the tokens in its vocabulary."""
-    if config.init_from is not None:
-        model, tokenizer = load(config.init_from, dtype=torch.float32)
-        return model, prepare(config.data, tokenizer, model.config.context_length)
-    corpus = prepare(config.data, config.tokenizer, config.model.context_length)
-    model_config = with_vocabulary(config.model, corpus)
-    if start is not None:
-        refuse_changes(start, model_config, corpus)
-        return checkpoint.load_model(start), corpus
-    torch.manual_seed(config.seed)
-    return Transformer(model_config), corpus
-
-
-def with_vocabulary(model_config: ModelConfig, corpus: Corpus) -> ModelConfig:
-    needed = corpus.tokenizer.n_vocab
-    if model_config.vocab_size is not None and model_config.vocab_size < needed:
-        raise ValueError(
-            f"model.vocab_size={model_config.vocab_size} is too small for tokenizer {corpus.tokenizer.name}, "
-            f"whose largest id is {needed - 1}: use at least {needed}, or null to take it from the tokenizer"
-        )
-    return replace(model_config, vocab_size=model_config.vocab_size or needed)
-
-
-def refuse_changes(start: Path, wanted: ModelConfig, corpus: Corpus) -> None:
-    """A checkpoint can go on only with its own architecture and tokenizer."""
-    was, now = asdict(checkpoint.model_config(start)), asdict(wanted)
-    changed = [f"model.{key}: {was[key]} -> {now[key]}" for key in was if was[key] != now[key]]
-    tokenizer = checkpoint.load_tokenizer(start)
-    if tokenizer.fingerprint != corpus.tokenizer.fingerprint:
-        changed.append(
-            f"tokenizer: {tokenizer.name} ({tokenizer.n_vocab} ids) -> {corpus.tokenizer.name} ({corpus.tokenizer.n_vocab} ids)"
-        )
-    if changed:
-        raise ValueError(
-            f"{start} was trained with another {'; '.join(changed)}: drop these overrides, or start a new run"
-        )
-
-
-def sample(model: Transformer, corpus: Corpus, prompt: str, n_tokens: int = 100) -> str:
-    tokenizer = corpus.tokenizer
-    ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
-    sampling = Sampling(temperature=0.8, top_k=50)
-    new = generate(
-        model, [ids], n_tokens, sampling=sampling, n_vocab=tokenizer.n_vocab, stop_ids=[tokenizer.end_of_text]
-    )[0]
-    return prompt + tokenizer.decode([token for token in new if token != tokenizer.end_of_text])
-
-
-@hydra.main(version_base=None, config_path=str(Path(__file__).parent / "configs"), config_name="train")
-def hydra_job(composed: DictConfig) -> None:
-    try:
-        status = train(compose.to_config(composed))
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {one_line(error)}")
-    except torch.OutOfMemoryError as error:
-        sys.exit(
-            f"error: out of memory ({one_line(error)[:120]}): lower micro_batch_size, model.context_length or the model's size"
-        )
-    if status:
-        sys.exit(status)
+def fail(ranks: Ranks, message: str) -> NoReturn:
+    sys.exit(f"error: {message}" if ranks.first_to_fail() else 1)
 
 
 def one_line(error: BaseException) -> str:
@@ -222,11 +195,25 @@ def main() -> None:
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise here, rather than print a traceback and a hint
     warnings.filterwarnings("ignore", module="hydra")
+    ranks = Ranks.from_environment()
+    jobs: list[Outcome] = []
+    compose_and = hydra.main(version_base=None, config_path=str(Path(__file__).parent / "configs"), config_name="train")
     try:
-        hydra_job()
+        compose_and(lambda composed: run_job(composed, ranks, jobs))()
     except (HydraException, OmegaConfBaseException) as error:
         cause = f": {one_line(error.__cause__)}" if error.__cause__ else ""
-        sys.exit(f"error: {one_line(error)}{cause}")
+        fail(ranks, f"{one_line(error)}{cause}")
+    except KeyboardInterrupt:  # before the loop began, or in the middle of a set-up
+        sys.exit(130)
+    except Exception:
+        if ranks.first_to_fail():
+            raise
+        sys.exit(1)
+    ranks.stop()
+    if len(jobs) > 1 and ranks.main:
+        print(sweep_table(jobs))
+    if any(job.error for job in jobs):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

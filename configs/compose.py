@@ -1,28 +1,31 @@
 """From what Hydra composed, and what the user typed, to one checked TrainConfig. Nothing else knows Hydra."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from configs.schema import GROUPS, TrainConfig
+from data.tokenizer import Tokenizer, TokenizerConfig
+from model import ModelConfig
 
 LIVE = ("resume", "overwrite", "dry_run", "eval_only")  # about this command, not about the run
+OPEN = ("model.dropout", "model.context_length")  # what may be set of a model that comes from a file
 
 
-def to_config(composed: DictConfig) -> TrainConfig:
-    """Raises ValueError for impossible values. `resume=R` takes R/config.yaml, then this command's overrides."""
+def to_config(composed: DictConfig, model_of: Callable[[str], ModelConfig]) -> TrainConfig:
+    """Raises ValueError for impossible values. `model_of` tells the architecture of what init_from names."""
     hydra = HydraConfig.get()
-    typed = [override.split("=")[0].lstrip("+~") for override in hydra.overrides.task]
     if added := [override for override in hydra.overrides.task if override.startswith(("+", "~"))]:
         raise ValueError(f"{added[0]}: keys are neither added nor removed, they are set: drop the {added[0][0]}")
+    typed = [override.split("=")[0] for override in hydra.overrides.task]
     if hydra.mode == RunMode.MULTIRUN and composed.run_dir:
         composed.run_dir = f"{composed.run_dir}/{hydra.job.num}"
-    if composed.resume == "auto":
-        if not composed.run_dir:
-            raise ValueError("resume=auto needs run_dir: it resumes the run in that folder, or starts it")
-        composed.resume = composed.run_dir if (Path(composed.run_dir) / "config.yaml").exists() else None
+    if composed.init_from:
+        composed = with_model_of(composed, typed, model_of)
     if composed.resume:
         composed = resumed(composed, typed)
     config = OmegaConf.to_object(composed)
@@ -30,37 +33,96 @@ def to_config(composed: DictConfig) -> TrainConfig:
     return config
 
 
+def sweep_overrides() -> list[str] | None:
+    """What sets this job of a sweep apart; None outside of one."""
+    hydra = HydraConfig.get()
+    return list(hydra.overrides.task) if hydra.mode == RunMode.MULTIRUN else None
+
+
+def with_model_of(composed: DictConfig, typed: list[str], model_of: Callable[[str], ModelConfig]) -> DictConfig:
+    """init_from brings its model and its tokenizer."""
+    for key in typed:
+        if key.split(".")[0] in ("model", "tokenizer") and key not in OPEN:
+            raise ValueError(f"{key} cannot be set: init_from={composed.init_from} brings its own {key.split('.')[0]}")
+    chosen = {key: OmegaConf.select(composed, key) for key in typed if key in OPEN}
+    composed.model = OmegaConf.structured(model_of(composed.init_from))
+    composed.tokenizer = OmegaConf.structured(TokenizerConfig)  # stands for nothing here
+    for key, value in chosen.items():
+        OmegaConf.update(composed, key, value)
+    return composed
+
+
 def run_of(path: str) -> Path:
     """The run that a run, its `checkpoints` folder or one of its checkpoints belongs to."""
+    if not Path(path).exists():
+        raise ValueError(f"resume={path} does not exist: give a folder that an earlier `python train.py` made")
     for folder in (Path(path), *list(Path(path).absolute().parents)[:2]):
         if (folder / "config.yaml").exists():
             return folder
-    raise ValueError(
-        f"resume={path} is no run (it has no config.yaml): give a folder that an earlier `python train.py` made"
-    )
+    raise ValueError(f"resume={path} is no run (it has no config.yaml): give a folder that `python train.py` made")
 
 
 def resumed(composed: DictConfig, typed: list[str]) -> DictConfig:
-    run = run_of(composed.resume)
-    if "experiment" in typed:
-        raise ValueError(
-            f"experiment= cannot be given with resume={composed.resume}: the run keeps its own; override single keys"
-        )
-    saved = OmegaConf.merge(OmegaConf.structured(TrainConfig), OmegaConf.load(run / "config.yaml"))
-    assert isinstance(saved, DictConfig)
-    for key in typed:
+    """`resume=R` takes R/config.yaml, then what was typed. `resume=auto` starts the run that the command describes, or goes on
+    with it. Either way a run keeps its model, tokenizer and optimizer."""
+    auto = composed.resume == "auto"
+    if auto and not composed.run_dir:
+        raise ValueError("resume=auto needs run_dir: it resumes the run in that folder, or starts it")
+    if auto and not Path(composed.run_dir, "config.yaml").exists():
+        composed.resume = None
+        return composed
+    run = run_of(composed.run_dir if auto else composed.resume)
+    for key in () if auto else ("experiment", "init_from", "run_dir", "overwrite"):
+        if key in typed:
+            raise ValueError(f"{key} cannot be set with resume={composed.resume}: the run goes on as it is, where it is")
+    saved = read(run / "config.yaml")
+    wanted = composed.copy() if auto else saved.copy()
+    for key in () if auto else typed:
         if key in GROUPS:
-            saved[key] = composed[key]
+            wanted[key] = composed[key]
         elif not key.startswith("hydra"):
-            OmegaConf.update(saved, key, OmegaConf.select(composed, key))
-    saved.resume = composed.resume
-    saved.run_dir = str(run)
+            OmegaConf.update(wanted, key, OmegaConf.select(composed, key))
+    if wanted.model.vocab_size is None:
+        wanted.model.vocab_size = saved.model.vocab_size
+    changed = differences(saved, wanted)
+    fixed = [line for key, line in changed.items() if key.startswith(("model.", "tokenizer.", "optimizer.name"))]
+    if fixed := [line for line in fixed if not line.startswith("model.dropout")]:
+        raise ValueError(f"resume={run} keeps what it was trained with ({'; '.join(fixed)}): drop these, or start a new run")
+    wanted.resume, wanted.run_dir, wanted.overwrite = str(run) if auto else composed.resume, str(run), False
+    return wanted
+
+
+def read(path: Path) -> DictConfig:
+    """A run's config.yaml. The tokenizer that init_from brought is in the checkpoints, and may have no name of ours."""
+    saved = OmegaConf.merge(OmegaConf.structured(TrainConfig), OmegaConf.load(path))
+    assert isinstance(saved, DictConfig)
+    if saved.init_from:
+        saved.tokenizer = OmegaConf.structured(TokenizerConfig)
     return saved
 
 
-def to_yaml(config: TrainConfig) -> str:
+def differences(before: DictConfig, after: DictConfig) -> dict[str, str]:
+    """Key -> "key: old -> new" of all that differs and is about the run itself."""
+    was, now = flat(before), flat(after)
+    return {key: f"{key}: {was.get(key)} -> {now[key]}" for key in now if now[key] != was.get(key)}
+
+
+def flat(config: DictConfig) -> dict[str, Any]:
+    values: Any = OmegaConf.to_container(config)
+    inside = {f"{group}.{key}": value for group in GROUPS for key, value in values[group].items()}
+    return inside | {key: value for key, value in values.items() if key not in (*GROUPS, *LIVE, "run_dir")}
+
+
+def changes(path: Path, config: TrainConfig) -> list[str]:
+    """What `config` changes of the run whose config.yaml is at `path`."""
+    return list(differences(read(path), OmegaConf.structured(config)).values())
+
+
+def to_yaml(config: TrainConfig, tokenizer: Tokenizer) -> str:
     """What config.yaml holds: every key, resolved, without those that say what to do with an earlier run."""
     values = OmegaConf.structured(config)
     for key in LIVE:
         values[key] = OmegaConf.structured(TrainConfig)[key]
+    if config.init_from:
+        values.tokenizer.name, values.tokenizer.vocab_size = tokenizer.name, tokenizer.n_vocab
     return OmegaConf.to_yaml(values)

@@ -13,6 +13,8 @@ from training.reporting import WandbConfig
 from training.schedule import ScheduleConfig
 
 PARALLEL = ("ddp", "fsdp")
+COUNTS: tuple[str, ...] = ("steps", "batch_size", "micro_batch_size", "keep_checkpoints", "eval_windows")
+COUNTS += tuple(f"{what}_every" for what in ("log", "eval", "save", "sample"))
 
 
 @dataclass(kw_only=True)
@@ -34,7 +36,7 @@ class TrainConfig:
 
     log_every: int = 10
     eval_every: int | None = 250  # null: at the end only
-    save_every: int | None = None  # null: at every evaluation that is the best so far, and at the end
+    save_every: int | None = None  # null: after every evaluation; always at the end, and when stopped
     sample_every: int | None = None
     eval_windows: int | None = None  # evaluate the first so many windows of the validation split; null: all of them
     keep_checkpoints: int = 2  # the newest ones, and the best besides
@@ -46,41 +48,28 @@ class TrainConfig:
     init_from: str | None = None  # a run, a checkpoint, a Hugging Face folder or hub name to start the weights from
     eval_only: bool = False
     dry_run: bool = False
-    parallel: str = "ddp"
+    parallel: str = "ddp"  # over several processes (torchrun): ddp copies the model, fsdp spreads it
+    checkpoint_activations: bool = False  # keep only the blocks' inputs for the backward pass, compute the rest again
 
     def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "batch_size",
-            "micro_batch_size",
-            "log_every",
-            "eval_every",
-            "save_every",
-            "sample_every",
+        for name in COUNTS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"seed={self.seed} must be at least 0 and below 2^32")
+        for name, value, known in (
+            ("dtype", self.dtype, ("auto", *DTYPES)),
+            ("device", self.device.split(":")[0], DEVICES),
+            ("parallel", self.parallel, PARALLEL),
         ):
-            self.at_least_one(name)
-        self.at_least_one("keep_checkpoints")
-        self.at_least_one("eval_windows")
-        if self.dtype not in ("auto", *DTYPES):
-            raise ValueError(f"dtype={self.dtype} is not one of auto, {', '.join(DTYPES)}")
-        if self.device.split(":")[0] not in DEVICES:
-            raise ValueError(f"device={self.device} is not one of {', '.join(DEVICES)}")
-        if self.parallel not in PARALLEL:
-            raise ValueError(f"parallel={self.parallel} is not one of {', '.join(PARALLEL)}")
-        if self.resume and self.init_from:
-            raise ValueError(
-                f"resume={self.resume} and init_from={self.init_from} are both set: a run starts from one of them"
-            )
-
-    def at_least_one(self, name: str) -> None:
-        value = getattr(self, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+            if value not in known:
+                raise ValueError(f"{name}={getattr(self, name)} is not one of {', '.join(known)}")
+        if self.eval_only and not (self.resume or self.init_from):
+            raise ValueError("eval_only=true needs a model: resume=<run or checkpoint>, or init_from=<any model>")
 
 
-GROUPS = tuple(
-    f.name for f in fields(TrainConfig) if f.name in ("model", "data", "tokenizer", "optimizer", "schedule", "wandb")
-)
+GROUPS = tuple(f.name for f in fields(TrainConfig) if f.name in ("model", "data", "tokenizer", "optimizer", "schedule", "wandb"))
 
 
 def register() -> None:

@@ -27,16 +27,14 @@ class Batches:
     """`at(position)`: this rank's micro-batches of the global batch that starts there, and the global number of targets."""
 
     def __init__(self, windows: Windows, batch_size: int, micro_batch_size: int, ranks: Ranks, device: torch.device):
-        self.windows, self.micro, self.device = windows, micro_batch_size, device
-        self.batch_size = batch_size
+        self.windows, self.micro, self.ranks, self.device = windows, micro_batch_size, ranks, device
         self.share = batch_size // ranks.world
-        self.first = ranks.rank * self.share
 
     def at(self, position: int) -> tuple[list[tuple[Tensor, Tensor]], int]:
-        tokens, targets = self.windows.batch(range(position, position + self.batch_size))
-        n_targets = int((targets != IGNORED).sum())
-        mine = slice(self.first, self.first + self.share)
-        return list(self.split(tokens[mine], targets[mine])), n_targets
+        first = position + self.ranks.rank * self.share
+        tokens, targets = self.windows.batch(range(first, first + self.share))
+        n_targets = self.ranks.sum((targets != IGNORED).sum())
+        return list(self.split(tokens, targets)), int(n_targets)
 
     def split(self, tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for pair in zip(tokens.split(self.micro), targets.split(self.micro), strict=True):

@@ -1,6 +1,9 @@
-"""Where the numbers live, and how wide they are."""
+"""Where the numbers live, how wide they are, and how they are computed: alike each time."""
+
+import os
 
 import torch
+from torch import Tensor, nn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cuda", "mps", "cpu")
@@ -15,9 +18,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     if kind == "auto":
         kind = name = next(kind for kind, found in there.items() if found)
     if not there[kind]:
-        raise ValueError(
-            f"device={name} was asked for, but this torch ({torch.__version__}) finds none: use device=auto or cpu"
-        )
+        raise ValueError(f"device={name} was asked for, but this torch ({torch.__version__}) finds none: use device=auto or cpu")
     return torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
 
 
@@ -33,7 +34,33 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def fast_bfloat16(device: torch.device) -> bool:
-    capabilities = (
-        torch.cpu.get_capabilities() if device.type == "cpu" and hasattr(torch.cpu, "get_capabilities") else {}
-    )
+    capabilities = torch.cpu.get_capabilities() if device.type == "cpu" else {}
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def compute_alike(device: torch.device, compiled: bool) -> None:
+    """The same inputs give the same bits, as an exact resume needs: eager CPU code does that of its own accord, CUDA's fast
+    kernels and torch.compile's (embedding's backward, several threads) only when asked."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(device.type == "cuda" or compiled, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def try_compiled(objective: nn.Module, step: nn.Module, batch: tuple[Tensor, Tensor], autocast: torch.autocast) -> str:
+    """Compile `objective` now, not in the first step. Where no compiler works it stays as it was: returns why, else ""."""
+    objective.compile()
+    reason = ""
+    try:
+        with autocast:
+            loss, _ = step(*batch)
+        loss.backward()
+    except RuntimeError as error:  # the kinds that torch.compile raises
+        objective._compiled_call_impl = None
+        reason = next((line for line in map(str.strip, str(error).splitlines()) if line), type(error).__name__)
+    step.zero_grad(set_to_none=True)
+    return reason
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """torch has a type for this on devices with a memory of their own; on a CPU, words."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)

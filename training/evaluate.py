@@ -1,12 +1,16 @@
-"""How well the model predicts text it was not trained on: the same tokens each time, all of them."""
+"""How well the model predicts text it was not trained on (the same tokens each time), and what it writes itself."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from data.batches import Windows
-from training.objective import NextTokenLoss
+from data.tokenizer import Tokenizer
+from model import Sampling, Transformer, generate
+from training.objective import IGNORED, NextTokenLoss
 from training.ranks import Ranks
 
 
@@ -17,22 +21,21 @@ class Evaluation:
     bits_per_byte: float  # comparable between tokenizers
     n_targets: int
 
+    def __str__(self) -> str:
+        return f"validation loss {self.loss:.4f} | perplexity {self.perplexity:.2f} | {self.bits_per_byte:.4f} bits per byte"
 
-def evaluate(
-    objective: NextTokenLoss, windows: Windows, batch_size: int, ranks: Ranks, limit: int | None = None
-) -> Evaluation:
+
+def evaluate(objective: NextTokenLoss, windows: Windows, batch_size: int, ranks: Ranks, limit: int | None = None) -> Evaluation:
     """Mean loss over the first `limit` windows (None: all), which do not overlap; the ranks share the work."""
     device = next(objective.parameters()).device
     count = len(windows) if limit is None else min(limit, len(windows))
-    mine = range(ranks.rank, count, ranks.world)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     n_targets = torch.zeros((), dtype=torch.long, device=device)
     was_training = objective.training
     objective.eval()
     try:
         with torch.no_grad():
-            for i in range(0, len(mine), batch_size):
-                tokens, targets = windows.batch(mine[i : i + batch_size])
+            for tokens, targets in share_of(windows, count, batch_size, ranks):
                 loss, n = objective(tokens.to(device), targets.to(device))
                 loss_sum += loss
                 n_targets += n
@@ -42,3 +45,24 @@ def evaluate(
     loss = total / n
     n_bytes = windows.tokens.n_bytes * n / (windows.tokens.n_tokens - 1)
     return Evaluation(loss, math.exp(min(loss, 700.0)), total / math.log(2) / n_bytes, n)
+
+
+def share_of(windows: Windows, count: int, batch_size: int, ranks: Ranks) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's batches of the first `count` windows. All ranks get as many (running a model in parts takes all of them):
+    what a rank lacks is filled with windows that do not count."""
+    share = -(-count // ranks.world)
+    first = ranks.rank * share
+    for i in range(first, first + share, batch_size):
+        at = torch.arange(i, min(i + batch_size, first + share))
+        tokens, targets = windows.batch(at.clamp(max=count - 1).tolist())
+        targets[at >= count] = IGNORED
+        yield tokens, targets
+
+
+def sample(model: Transformer, tokenizer: Tokenizer, prompt: str, n_tokens: int = 100) -> str:
+    """The prompt and how the model goes on: always the same, for the same model."""
+    ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
+    sampling = Sampling(temperature=0.8, top_k=50)
+    stop_ids = [tokenizer.end_of_text]
+    new = generate(model, [ids], n_tokens, sampling=sampling, n_vocab=tokenizer.n_vocab, stop_ids=stop_ids)[0]
+    return prompt + tokenizer.decode([token for token in new if token != tokenizer.end_of_text])

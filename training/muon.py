@@ -6,11 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from training.ranks import part_like, whole
+
 
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for the groups marked `muon`, fused AdamW for the others.
 
     Matrices of equal shape are orthogonalised together in one batch, which on small models costs a fraction of one by one.
+    Where each rank holds a part of a matrix, all orthogonalise the whole: a part cannot be made orthogonal on its own.
     """
 
     def __init__(self, params: Any, *, momentum: float, betas: tuple[float, float], eps: float):
@@ -36,11 +39,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
             for p in weights:
                 buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 buffer.lerp_(p.grad, 1 - group["momentum"])
-                updates.append(p.grad.lerp(buffer, group["momentum"]))  # Nesterov's look-ahead
+                updates.append(whole(p.grad.lerp(buffer, group["momentum"])))  # Nesterov's look-ahead
             scale = max(1.0, shape[0] / shape[1]) ** 0.5
             for p, update in zip(weights, orthogonalise(torch.stack(updates)), strict=True):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update.to(p.dtype), alpha=-group["lr"] * scale)
+                p.add_(part_like(update.to(p.dtype), p), alpha=-group["lr"] * scale)
 
 
 def orthogonalise(m: Tensor, steps: int = 5) -> Tensor:

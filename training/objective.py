@@ -1,5 +1,7 @@
 """The loss: how surprised the model is by each next token."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,3 +43,10 @@ class NextTokenLoss(nn.Module):
         logits = self.model.head(features)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+
+
+def recompute_blocks(model: Transformer) -> None:
+    """Keep only what goes into each block, and compute its inside again in the backward pass (Chen et al. 2016): activations
+    of one block at a time, for a third more arithmetic."""
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from training.muon import MuonWithAdamW
+from training.ranks import whole
 
 
 @dataclass(kw_only=True)
@@ -77,4 +78,4 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
 
 def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
     """Scale all gradients so that their joint norm is at most `limit`; returns the norm before."""
-    return torch.nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else limit)
+    return whole(torch.nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else limit))

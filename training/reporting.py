@@ -1,12 +1,16 @@
 """What a run tells: a line and a progress bar for people, metrics.jsonl, wandb and loss.png for later."""
 
+import importlib.util
+import math
 import os
 import resource
 import secrets
 import sys
+import time
+import warnings
+from collections import defaultdict
 from dataclasses import dataclass
 from netrc import NetrcParseError, netrc
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,13 +19,14 @@ from tqdm import tqdm
 
 from training.evaluate import Evaluation
 from training.run import Progress, RunFolder
+from weights import checkpoint
 
 WANDB_MODES = ("online", "offline", "disabled")
 
 
 @dataclass(kw_only=True)
 class WandbConfig:
-    """`mode` null: online if this machine is logged in, else offline."""
+    """`mode` null: online if this machine is logged in and has a network, else offline."""
 
     mode: str | None = None
     project: str = "sprout"
@@ -33,85 +38,98 @@ class WandbConfig:
 
 
 @dataclass
-class StepReport:
-    """One step's figures; `loss` is the global mean over the step's targets, `norm` the gradient norm before clipping."""
+class Scale:
+    """What turns steps into shares: of the run, and of what the device can do."""
 
-    loss: float
-    norm: float
-    lr: float
+    steps: int
+    tokens_per_step: int
+    flops_per_token: float
+    peak: float  # FLOP/s of a plain matrix product, over all ranks
+
+
+@dataclass
+class Outcome:
+    """Of a run, which may be one of a sweep."""
+
+    status: int = 0  # of the process: 0, or 128 + the signal that ended the run
+    run_dir: str = ""
+    val_loss: float | None = None  # the lowest
+    overrides: str = ""
+    error: str = ""
 
 
 class Report:
-    """Prints on rank 0; `folder` None (another rank, or a run that writes nothing) keeps it silent and writes nothing."""
+    """Prints and writes on rank 0; `folder` None (another rank) keeps it silent. Time that passes between two calls is put down
+    to what the second one tells of."""
 
     def __init__(
-        self,
-        folder: RunFolder | None,
-        wandb_run: Any,
-        progress: Progress,
-        steps: int,
-        tokens_per_step: int,
-        flops_per_token: float,
-        peak: float,
-        device: torch.device,
+        self, folder: RunFolder | None, wandb_run: Any, progress: Progress, scale: Scale, device: torch.device, began: float
     ):
-        self.folder, self.wandb_run, self.steps = folder, wandb_run, steps
-        self.tokens_per_step, self.flops_per_token, self.peak, self.device = (
-            tokens_per_step,
-            flops_per_token,
-            peak,
-            device,
-        )
-        self.since, self.busy = progress.step, 0.0  # steps and training seconds since the last line
-        shown = folder is not None and sys.stderr.isatty()
+        self.folder, self.wandb_run, self.progress, self.scale, self.device = folder, wandb_run, progress, scale, device
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.began = self.mark = began
+        self.first = self.since = progress.step  # of this process; of the current log line
+        self.busy = 0.0  # training seconds since the last log line
+        self.samples: list[list[Any]] = []
+        self.width = len(str(scale.steps))
         self.bar = tqdm(
-            total=steps, initial=progress.step, unit="step", disable=not shown, dynamic_ncols=True, leave=False
+            total=scale.steps,
+            initial=progress.step,
+            disable=folder is None or not sys.stderr.isatty(),
+            dynamic_ncols=True,
+            leave=False,
+            bar_format="{n_fmt}/{total_fmt} |{bar}|{postfix} | {elapsed}<{remaining}",
         )
+        if folder is not None and wandb_run is not None:
+            for row in folder.read_metrics():  # of earlier processes: wandb skips what it has, and gets what died with them
+                wandb_run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
+        self.lap("set-up")
+        self.started = self.mark
+
+    def lap(self, what: str) -> float:
+        now = time.perf_counter()
+        passed, self.mark = now - self.mark, now
+        self.seconds[what] += passed
+        return passed
 
     def say(self, text: str) -> None:
         if self.folder is not None:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
-    def timed(self, seconds: float) -> None:
-        self.busy += seconds
-
-    def step(self, progress: Progress, figures: StepReport) -> None:
-        """A log line and a row; called when a step is due."""
+    def step(self, progress: Progress, loss: float, norm: float, lr: float, log: bool) -> None:
+        """`loss`: global mean over the step's targets; `norm`: the gradient's before clipping; `log`: a line and a row, too."""
+        self.busy += self.lap("training")
         steps = progress.step - self.since
-        speed = steps * self.tokens_per_step / self.busy if self.busy else 0.0
-        left = (self.steps - progress.step) * self.busy / max(1, steps)
-        share = f" {speed * self.flops_per_token / self.peak:4.0%} of peak |" if self.peak else ""
-        self.say(
-            f"step {progress.step:>{len(str(self.steps))}}/{self.steps} | loss {figures.loss:.4f} | lr {figures.lr:.2e} | norm {figures.norm:.2f} |"
-            f" {speed:,.0f} tokens/s |{share} {memory(self.device) / 2**30:.2f} GiB | {clock(left)} left"
-        )
-        self.row(
-            progress,
-            {
-                "train/loss": figures.loss,
-                "train/lr": figures.lr,
-                "train/grad_norm": figures.norm,
-                "time/tokens_per_second": speed,
-                "time/peak_share": speed * self.flops_per_token / self.peak if self.peak else 0.0,
-            },
-        )
-        self.since, self.busy = progress.step, 0.0
+        speed = steps * self.scale.tokens_per_step / self.busy
+        share = speed * self.scale.flops_per_token / self.scale.peak
+        gib = peak_memory(self.device) / 2**30
+        figures = f"loss {loss:.4f} | lr {lr:.1e} | norm {norm:.2f} | {speed:,.0f} tokens/s | {share:.0%} of peak | {gib:.2f} GiB"
+        self.bar.set_postfix_str(figures, refresh=False)
+        self.bar.update()
+        if log:
+            left = (self.scale.steps - progress.step) * (self.mark - self.started) / (progress.step - self.first)
+            self.say(f"step {progress.step:>{self.width}}/{self.scale.steps} | {figures} | {clock(left)} left")
+            values = {"train/loss": loss, "train/lr": lr, "train/grad_norm": norm}
+            self.row(progress, values | {"time/tokens_per_second": speed, "time/peak_share": share, "time/memory_gib": gib})
+            self.since, self.busy = progress.step, 0.0
+        self.lap("reporting")
 
     def evaluation(self, progress: Progress, found: Evaluation, best: bool) -> None:
-        self.say(
-            f"step {progress.step:>{len(str(self.steps))}}/{self.steps} | validation loss {found.loss:.4f} | perplexity {found.perplexity:.2f} |"
-            f" {found.bits_per_byte:.4f} bits per byte{' | best' if best else ''}"
-        )
+        self.lap("evaluation")
+        self.say(f"step {progress.step:>{self.width}}/{self.scale.steps} | {found}{' | best' if best else ''}")
         self.row(progress, {"val/loss": found.loss, "val/ppl": found.perplexity, "val/bpb": found.bits_per_byte})
+        self.lap("reporting")
 
     def sample(self, progress: Progress, text: str) -> None:
+        self.lap("samples")
         self.say("\n".join([f"--- sample at step {progress.step}", text, "---"]))
+        self.samples.append([progress.step, text])
         if self.wandb_run is not None:
             import wandb  # heavy, and optional
 
-            table = wandb.Table(columns=["step", "text"], data=[[progress.step, text]])
-            self.wandb_run.log({"samples": table}, step=progress.step)
+            self.wandb_run.log({"samples": wandb.Table(["step", "text"], self.samples)}, step=progress.step)
+        self.lap("reporting")
 
     def row(self, progress: Progress, values: dict[str, float]) -> None:
         if self.folder is not None:
@@ -119,18 +137,33 @@ class Report:
         if self.wandb_run is not None:
             self.wandb_run.log(values, step=progress.step)
 
-    def draw(self) -> None:
+    def saved(self) -> None:
+        """A checkpoint was written: draw what led to it."""
+        self.lap("checkpoints")
         if self.folder is not None:
-            draw_losses(self.folder.read_metrics(), self.folder.path / "loss.png")
+            draw_losses(self.folder)
+        self.lap("reporting")
 
-    def close(self, progress: Progress) -> None:
+    def __enter__(self) -> "Report":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        progress = self.progress
         self.bar.close()
         if self.wandb_run is not None:
-            self.wandb_run.summary.update({"best/val_loss": progress.best_loss, "best/step": progress.best_step})
-            self.wandb_run.finish()
+            if progress.best_step >= 0:
+                self.wandb_run.summary.update({"best/val_loss": progress.best_loss, "best/step": progress.best_step})
+            self.wandb_run.finish(exit_code=0 if kind is None else 1)
+        self.lap("reporting")
+        total = sum(self.seconds.values())
+        shares = sorted(self.seconds.items(), key=lambda item: -item[1])
+        self.say(f"{clock(total)} in all: " + ", ".join(f"{what} {spent / total:.1%}" for what, spent in shares))
+        if kind is not None and self.folder is not None and (self.folder.checkpoints / "latest").exists():
+            step = (self.folder.checkpoints / "latest").resolve().name
+            self.say(f"{step} is saved: python train.py resume={self.folder.path} goes on from it")
 
 
-def memory(device: torch.device) -> float:
+def peak_memory(device: torch.device) -> int:
     """Peak bytes: allocated on the device, or resident in this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -144,23 +177,29 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
+def sweep_table(jobs: list[Outcome]) -> str:
+    """The runs of a sweep, the lowest validation loss first."""
+    ranked = sorted(jobs, key=lambda job: math.inf if job.val_loss is None else job.val_loss)
+    rows = [("validation loss", "run", "overrides")]
+    rows += [("failed" if job.val_loss is None else f"{job.val_loss:.4f}", job.run_dir, job.overrides) for job in ranked]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def check_wandb(config: WandbConfig) -> None:
+    """Raise ValueError for a mode that cannot work here, before anything is read or written."""
+    if config.mode in ("online", "offline") and importlib.util.find_spec("wandb") is None:
+        raise ValueError(f"wandb.mode={config.mode}, but wandb is not installed: pip install wandb, or wandb.mode=disabled")
+    if config.mode == "online" and not logged_in():
+        raise ValueError("wandb.mode=online, but there is no wandb key here: run `wandb login`, or use wandb.mode=offline")
+
+
 def start_wandb(config: WandbConfig, folder: RunFolder, progress: Progress, settings: dict[str, Any]) -> Any:
     """A wandb run that continues progress.wandb_id, or None. Never asks, never waits for a login."""
-    if config.mode == "disabled":
+    if config.mode == "disabled" or importlib.util.find_spec("wandb") is None:
         return None
-    try:
-        import wandb  # heavy, and optional
-    except ImportError:
-        if config.mode is None:
-            return None
-        raise ValueError(
-            f"wandb.mode={config.mode}, but wandb is not installed: pip install wandb, or wandb.mode=disabled"
-        ) from None
-    mode = config.mode or ("online" if logged_in() else "offline")
-    if mode == "online" and not logged_in():
-        raise ValueError(
-            "wandb.mode=online, but this machine has no wandb key: run `wandb login`, or use wandb.mode=offline"
-        )
+    import wandb  # heavy, and optional
+
     progress.wandb_id = progress.wandb_id or secrets.token_hex(4)
     quiet = wandb.Settings(
         silent=True,
@@ -171,7 +210,8 @@ def start_wandb(config: WandbConfig, folder: RunFolder, progress: Progress, sett
         disable_code=True,
         init_timeout=20,
     )
-    try:
+
+    def start(mode: Any) -> Any:
         return wandb.init(
             mode=mode,
             dir=folder.path,
@@ -179,14 +219,21 @@ def start_wandb(config: WandbConfig, folder: RunFolder, progress: Progress, sett
             name=config.name or folder.path.name,
             id=progress.wandb_id,
             resume="allow",
+            allow_val_change=True,
             config=settings,
             settings=quiet,
         )
+
+    try:
+        return start(config.mode or ("online" if logged_in() else "offline"))
     except (wandb.errors.CommError, wandb.errors.UsageError) as error:
         reason = " ".join(str(error).split())[:100]
-        raise ValueError(
-            f"wandb.mode={mode} failed ({reason}): use wandb.mode=offline and `wandb sync` later"
-        ) from None
+        if config.mode is not None:
+            raise ValueError(
+                f"wandb.mode={config.mode} failed ({reason}): use wandb.mode=offline, and `wandb sync` later"
+            ) from None
+        warnings.warn(f"wandb cannot be reached ({reason}): logging offline, `wandb sync` sends it later", stacklevel=2)
+        return start("offline")
 
 
 def logged_in() -> bool:
@@ -200,26 +247,37 @@ def logged_in() -> bool:
         return False
 
 
-def draw_losses(rows: list[dict[str, Any]], path: Path) -> None:
-    """Train and validation loss over steps, the learning rate below."""
+def draw_losses(folder: RunFolder) -> None:
+    """loss.png: train and validation loss over steps, the learning rate below."""
     from matplotlib.figure import Figure  # heavy
 
+    rows = folder.read_metrics()
+    curves = {key: [(row["step"], row[key]) for row in rows if row.get(key) is not None] for key in CURVES}
     figure = Figure(figsize=(8, 5), layout="constrained")
-    losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
-    for key, style in (("train/loss", {"lw": 1, "alpha": 0.7}), ("val/loss", {"marker": "o", "ms": 4})):
-        points = [(row["step"], row[key]) for row in rows if key in row]
-        if points:
-            losses.plot(*zip(*points, strict=True), label=key, **style)
-    losses.set_ylabel("loss (nats a token)")
-    losses.grid(alpha=0.3)
-    if losses.has_data():
-        losses.legend(frameon=False)
-    rates.plot(
-        *zip(*[(row["step"], row["train/lr"]) for row in rows if "train/lr" in row] or [(0, 0)], strict=True), lw=1
-    )
-    rates.set_ylabel("learning rate")
-    rates.set_xlabel("step")
-    rates.grid(alpha=0.3)
-    temporary = path.with_suffix(".tmp.png")
-    figure.savefig(temporary, dpi=120)
-    temporary.replace(path)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+    for key, style in CURVES.items():
+        if curves[key]:
+            name = key.replace("/", " ")
+            if key == "val/loss":
+                name = f"validation loss, lowest {min(loss for _, loss in curves[key]):.3f}"
+            (below if key == "train/lr" else above).plot(*zip(*curves[key], strict=True), label=name, **style)
+    above.set_ylabel("loss (nats a token)")
+    above.set_title(folder.path.name, fontsize="medium")
+    above.legend(frameon=False)
+    below.set_ylabel("learning rate")
+    below.set_ylim(bottom=0)
+    below.set_xlabel("step")
+    for axes in (above, below):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    with checkpoint.writing(folder.path / "loss.png"):
+        temporary = folder.path / "loss.tmp.png"
+        figure.savefig(temporary, dpi=120)
+        temporary.replace(folder.path / "loss.png")
+
+
+CURVES: dict[str, dict[str, Any]] = {
+    "train/loss": {"lw": 1, "color": "#7aa6c2"},
+    "val/loss": {"lw": 1.5, "marker": "o", "ms": 4, "color": "#c2512f"},
+    "train/lr": {"lw": 1, "color": "#555555"},
+}

@@ -9,7 +9,7 @@ import signal
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, TextIO
 
 import torch
@@ -17,7 +17,10 @@ from torch import nn
 
 from data.tokenizer import Tokenizer
 from model import ModelConfig
+from training.ranks import Ranks, part_like
 from weights import checkpoint
+
+UNBEGUN = {".lock", "wandb", "config.yaml.tmp"}  # all that a run killed before its first step can leave
 
 
 @dataclass
@@ -45,10 +48,13 @@ class Progress:
 
 
 class RunFolder:
-    """config.yaml, metrics.jsonl, checkpoints/, loss.png: one run's folder, owned by one live process at a time."""
+    """One run's folder: config.yaml, metrics.jsonl, checkpoints/, loss.png, wandb/. One process owns it, until the `with` ends.
 
-    def __init__(self, path: Path):
-        self.path = path
+    Until `begin`, nothing that was there is touched, and what was not there goes away again if something fails.
+    """
+
+    def __init__(self, path: Path, made: bool = False):
+        self.path, self.made = path, made
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.config = path / "config.yaml"
@@ -57,55 +63,72 @@ class RunFolder:
     @classmethod
     def create(cls, path: str | None, overwrite: bool) -> "RunFolder":
         """A new folder, or an existing empty one. An earlier run is never touched unless `overwrite` says so."""
-        folder = cls(Path(path) if path else dated())
         try:
+            folder = cls(Path(path) if path else dated())
+            folder.made = not folder.path.is_dir() or not path
             folder.path.mkdir(parents=True, exist_ok=True)
-            folder.own()
-        except (NotADirectoryError, FileExistsError):
-            raise ValueError(f"run_dir={path} is not a folder: choose another run_dir") from None
+            earlier = {entry.name for entry in folder.path.iterdir()} - UNBEGUN
         except OSError as error:
-            raise ValueError(
-                f"run_dir={folder.path} cannot be written ({error.strerror}): choose another run_dir"
-            ) from None
-        earlier = [entry for entry in folder.path.iterdir() if entry.name != ".lock"]
-        if earlier and not overwrite:
-            raise ValueError(
-                f"run_dir={folder.path} is not empty: resume={folder.path} continues the run in it, overwrite=true replaces it"
-            )
-        for entry in earlier:
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-        return folder
+            where = path or "runs"
+            raise ValueError(f"run_dir={where} cannot be made ({error.strerror}): choose another run_dir") from None
+        is_run = folder.config.exists()
+        if earlier and not (overwrite and is_run):
+            remedy = f"resume={folder.path} continues the run in it, overwrite=true replaces it"
+            raise ValueError(f"run_dir={folder.path} is not empty: {remedy if is_run else 'choose another run_dir'}")
+        return folder.own()
 
     @classmethod
     def reopen(cls, path: Path) -> "RunFolder":
-        folder = cls(path)
-        folder.own()
-        for leftover in folder.checkpoints.glob("*.tmp"):
-            shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
-        return folder
+        return cls(path).own()
 
-    def own(self) -> None:
+    def own(self) -> "RunFolder":
         """The lock goes with the process, however it ends."""
-        self.lock = open(self.path / ".lock", "a")
         try:
+            self.lock = (self.path / ".lock").open("a")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
                 f"{self.path} belongs to a run that is alive: wait for it, stop it, or choose another run_dir"
             ) from None
+        except OSError as error:
+            raise ValueError(f"{self.path} cannot be written ({error.strerror}): choose another run_dir") from None
+        return self
 
-    def cut_metrics(self, step: int) -> None:
-        """Drop the rows after `step`, and a line that was cut short: the run is about to write them again."""
-        if not self.metrics.exists():
-            return
-        kept = [line for line in self.metrics.read_text().splitlines() if 0 <= row_step(line) <= step]
-        temporary = self.metrics.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept))
-        os.replace(temporary, self.metrics)
+    def begin(self, config: str, progress: Progress, start: Path | None) -> None:
+        """Bring the folder to the state it had at `progress`: of an earlier run that is replaced, or of steps that were lost or
+        given up, nothing stays that the run is about to write again."""
+        if progress.step == 0:
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+            for path in (self.metrics, self.path / "loss.png"):
+                path.unlink(missing_ok=True)
+        for leftover in self.checkpoints.glob("*.tmp"):
+            shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+        if self.metrics.exists():  # a line that was cut short goes, too
+            kept = [line for line in self.metrics.read_text().splitlines() if 0 <= row_step(line) <= progress.step]
+            checkpoint.write_text(self.metrics, "".join(line + "\n" for line in kept))
+        if start is not None:
+            checkpoint.point(self.checkpoints / "latest", start.resolve())
+            best = self.checkpoints / f"step-{progress.best_step:08d}"
+            if best.exists():
+                checkpoint.point(self.checkpoints / "best", best)
+        checkpoint.write_text(self.config, config)
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if not self.config.exists():  # never begun
+            shutil.rmtree(self.path / "wandb", ignore_errors=True)
+            (self.path / ".lock").unlink()
+            if self.made:
+                self.path.rmdir()
+        assert self.lock is not None
+        self.lock.close()
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        with open(self.metrics, "a") as file:
-            file.write(json.dumps(row) + "\n")
+        finite = {key: value if math.isfinite(value) else None for key, value in row.items()}  # JSON has no NaN
+        with checkpoint.writing(self.metrics), open(self.metrics, "a") as file:
+            file.write(json.dumps(finite) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.metrics.read_text().splitlines()] if self.metrics.exists() else []
@@ -119,17 +142,27 @@ class RunFolder:
         about: dict[str, Any],
         keep: int,
     ) -> None:
-        """A checkpoint of this step; `latest` (and `best`) point to it afterwards; all but the last `keep` and the best go."""
-        folder = self.checkpoints / f"step-{progress.step:08d}"
+        """A checkpoint of this step, to which `latest` (and `best`) then point. Older ones go, but for `keep` and the best."""
+        folder, best = self.checkpoints / f"step-{progress.step:08d}", self.checkpoints / "best"
+        if best.resolve() == folder.resolve():  # left by steps that were given up, about to be replaced
+            best.unlink(missing_ok=True)
+        if self.metrics.exists():
+            checkpoint.sync(self.metrics)  # the rows up to a checkpoint are on disk before it is
         trainer = {"progress": asdict(progress), **{key: value for key, value in state.items() if key != "model"}}
+        best_loss = progress.best_loss if progress.best_step >= 0 else None
+        about = {"step": progress.step, "best_val_loss": best_loss, **about}
         checkpoint.save(folder, model_config, state["model"], tokenizer, trainer, about)
         checkpoint.point(self.checkpoints / "latest", folder)
         if progress.best_step == progress.step:
-            checkpoint.point(self.checkpoints / "best", folder)
-        protected = {(self.checkpoints / name).resolve() for name in ("latest", "best")}
-        for old in checkpoint.steps(self.checkpoints)[:-keep]:
-            if old.resolve() not in protected:
+            checkpoint.point(best, folder)
+        for old in [path for path in checkpoint.steps(self.checkpoints) if path.name <= folder.name][:-keep]:
+            if old.resolve() != best.resolve():
                 shutil.rmtree(old)
+
+
+def open_folder(run_dir: str | None, resume: str | None, overwrite: bool) -> RunFolder:
+    """The folder of the run that goes on, or of a new one."""
+    return RunFolder.reopen(Path(str(run_dir))) if resume else RunFolder.create(run_dir, overwrite)
 
 
 def row_step(line: str) -> int:
@@ -140,7 +173,7 @@ def row_step(line: str) -> int:
 
 
 def dated() -> Path:
-    """runs/<date-time>, with a number behind it when a run of this second exists."""
+    """runs/<date-time>, with a number behind it when a run of this second exists; made here, so that no two runs share it."""
     stem = Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     path, n = stem, 1
     while True:
@@ -155,18 +188,27 @@ def dated() -> Path:
 class StopRequest:
     """SIGINT or SIGTERM: finish the step, save, leave. A second SIGINT: leave at once (checkpoints are complete or absent)."""
 
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.receive)
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.received: int | None = None  # by this rank, perhaps while it waits for what the others have received
+        self.signal: int | None = None  # what all ranks stop for
+
+    def __enter__(self) -> "StopRequest":
+        self.before = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None and number == signal.SIGINT:
+        if self.received is not None and number == signal.SIGINT:
             os._exit(128 + number)
-        self.signal = number
+        self.received = number
 
-    @property
     def requested(self) -> bool:
+        """Whether a rank was told to stop. All ask together, so all leave after the same step, with the same status."""
+        self.signal = self.ranks.highest(self.received or 0) or None
         return self.signal is not None
 
 
@@ -176,12 +218,9 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
     return {names[id(p)]: dict(state) for p, state in optimizer.state.items()}
 
 
-def restore_optimizer_state(
-    optimizer: torch.optim.Optimizer, model: nn.Module, saved: dict[str, dict[str, Any]]
-) -> None:
+def restore_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, saved: dict[str, dict[str, Any]]) -> None:
     for name, p in model.named_parameters():
         if name in saved:
             optimizer.state[p] = {
-                key: value.to(p.device) if torch.is_tensor(value) and key != "step" else value
-                for key, value in saved[name].items()
+                key: part_like(value, p) if key != "step" else value.to(p.device) for key, value in saved[name].items()
             }

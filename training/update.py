@@ -33,7 +33,7 @@ def accumulate(
             with precision.autocast():
                 loss_sum, _ = objective(tokens, targets)
             precision.scaler.scale(loss_sum * (ranks.world / n_targets)).backward()  # ranks average their gradients
-        total += loss_sum.detach()
+        total = total + loss_sum.detach()
     return ranks.sum(total) / n_targets
 
 
