@@ -32,7 +32,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--checkpoint", metavar="PATH", help="a run, a checkpoint, a Hugging Face folder or hub name; default: the newest run")
     add("--device", default="auto", help="auto (default), cuda, cuda:1, mps or cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the checkpoint's")
-    add("--compile", action="store_true", help="compile the model first: pays for long texts")
+    add("--compile", action="store_true", help="compile the decoding step first: pays for long texts")
     add("--no-cache", action="store_true", help="read the whole text again for each token: the same text, slowly")
     add = parser.add_argument_group("sampling").add_argument
     add("--max-new-tokens", metavar="N", type=int, default=200, help="default: %(default)s")
@@ -82,6 +82,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     args = parser.parse_args(joined(arguments))
     if args.prompt is not None and args.prompt_file is not None:
         parser.error("--prompt and --prompt-file are two prompts: give one")
+    if args.compile and args.no_cache:
+        parser.error("--compile is for the step that reads the cache: leave --no-cache out")
     if args.num_samples < 1:
         parser.error(f"--num-samples={args.num_samples} must be at least 1")
     if args.logprobs is not None and args.logprobs < 0:
@@ -125,10 +127,17 @@ def load_model(args: argparse.Namespace) -> "tuple[Transformer, Tokenizer]":
     dtype = choose_dtype(args.dtype, device) if args.dtype else None
     model, tokenizer = load(args.checkpoint or checkpoint.newest(), device, dtype)
     choose_dtype(str(model.embed.weight.dtype).removeprefix("torch."), device)  # refuses a float16 checkpoint on a CPU
-    if args.compile:
-        for block in model.blocks:
-            block.compile()
     return model.eval(), tokenizer
+
+
+def compile_step(model: "Transformer", rows: int) -> bool:
+    """Compile now, and say how long it took; False where that does not work, which is warned of."""
+    from model.decoding import warm_up
+
+    seconds = warm_up(model, rows)
+    if seconds is not None:
+        notice(f"compiled in {seconds:.1f} s")
+    return seconds is not None
 
 
 def draw_attention(args: argparse.Namespace, model: "Transformer", tokenizer: "Tokenizer", prompt: str) -> None:
@@ -167,6 +176,7 @@ def print_texts(args: argparse.Namespace, model: "Transformer", tokenizer: "Toke
 
     rows, streamed = range(args.num_samples), args.num_samples == 1 and not args.no_stream
     options = {"stop": args.stop, "special": args.special, "overflow": args.overflow, "use_cache": not args.no_cache}
+    options["compile"] = args.compile and compile_step(model, len(rows))
     steps = write(model, tokenizer, [prompt for _ in rows], args.max_new_tokens, sampling=sampling, seeds=args.seed, **options)
     texts, explained = [prompt for _ in rows], [[HEADING] for _ in rows]
     status, ended = 0, []

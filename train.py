@@ -21,7 +21,7 @@ from configs.schema import TrainConfig, register
 from data.batches import Windows
 from data.prepare import prepare
 from training.batches import Batches, check_batch
-from training.device import choose_device, choose_dtype, compute_alike, out_of_memory, try_compiled
+from training.device import choose_device, choose_dtype, compute_alike, out_of_memory, reuse_memory, try_compiled
 from training.evaluate import Evaluation, evaluate, sample
 from training.flops import flops_per_token, matmul_peak
 from training.objective import NextTokenLoss, recompute_blocks
@@ -41,6 +41,7 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
     say = print if ranks.main else silent
     device = choose_device(config.device, ranks.local_rank)
     compute_alike(device, config.compile)
+    reuse_memory()
     precision = Precision(device, choose_dtype(config.dtype, device))
     micro_batch_size = check_batch(config.batch_size, config.micro_batch_size, ranks.world)
     check_wandb(config.wandb)
@@ -77,7 +78,7 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
 
     if config.eval_only:
         found = evaluation()
-        say(f"{found} | {found.n_targets:,} tokens of {corpus.val.path}")
+        say(f"{found} | {found.n_targets:,} validation tokens of {corpus.folder}")
         return Outcome(val_loss=found.loss)
     if config.compile and (problem := try_compiled(objective, wrapped, batches.at(0)[0][0], precision.autocast())):
         say(f"compile=true does not work here ({problem}): going on without it", file=sys.stderr)
@@ -167,7 +168,9 @@ def run_job(composed: DictConfig, ranks: Ranks, jobs: list[Outcome]) -> None:
     overrides = compose.sweep_overrides()
     try:
         outcome = train(compose.to_config(composed, weights.model_config), ranks)
-    except (ValueError, OSError, OmegaConfBaseException) as problem:
+    except OmegaConfBaseException as problem:
+        outcome = Outcome(error=compose.explain(problem))
+    except (ValueError, OSError) as problem:
         outcome = Outcome(error=one_line(problem))
     except (RuntimeError, MemoryError) as problem:
         if not out_of_memory(problem) and not lost_a_rank(problem):
@@ -180,7 +183,7 @@ def run_job(composed: DictConfig, ranks: Ranks, jobs: list[Outcome]) -> None:
         print(f"error: {outcome.error}", file=sys.stderr)
     if outcome.status:
         sys.exit(outcome.status)
-    jobs.append(replace(outcome, overrides=" ".join(overrides or [])))
+    jobs.append(replace(outcome, overrides=tuple(overrides or ())))
 
 
 def fail(ranks: Ranks, message: str) -> NoReturn:
@@ -201,8 +204,7 @@ def main() -> None:
     try:
         compose_and(lambda composed: run_job(composed, ranks, jobs))()
     except (HydraException, OmegaConfBaseException) as error:
-        cause = f": {one_line(error.__cause__)}" if error.__cause__ else ""
-        fail(ranks, f"{one_line(error)}{cause}")
+        fail(ranks, compose.explain(error))
     except KeyboardInterrupt:  # before the loop began, or in the middle of a set-up
         sys.exit(130)
     except Exception:

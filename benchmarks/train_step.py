@@ -3,6 +3,8 @@
 `python -m benchmarks.train_step`. Same shapes, same batch, same dtype (float32), same optimizer settings.
 """
 
+from collections.abc import Callable
+
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -17,7 +19,7 @@ SHAPES = {  # name: (layers, heads, d_model, d_ff, vocab, context, batch)
 }
 
 
-def ours(shape: tuple[int, ...]):
+def ours(shape: tuple[int, ...]) -> Callable[[], None]:
     n_layers, n_heads, d_model, d_ff, vocab, context, batch = shape
     torch.manual_seed(0)
     model = Transformer(
@@ -37,7 +39,7 @@ def ours(shape: tuple[int, ...]):
     return step
 
 
-def theirs(shape: tuple[int, ...]):
+def theirs(shape: tuple[int, ...]) -> Callable[[], None]:
     n_layers, n_heads, d_model, d_ff, vocab, context, batch = shape
     torch.manual_seed(0)
     config = LlamaConfig(

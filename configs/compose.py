@@ -1,5 +1,6 @@
 """From what Hydra composed, and what the user typed, to one checked TrainConfig. Nothing else knows Hydra."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ def to_config(composed: DictConfig, model_of: Callable[[str], ModelConfig]) -> T
     typed = [override.split("=")[0] for override in hydra.overrides.task]
     if hydra.mode == RunMode.MULTIRUN and composed.run_dir:
         composed.run_dir = f"{composed.run_dir}/{hydra.job.num}"
+    if composed.resume not in (None, "auto"):
+        for key in set(typed) & {"experiment", "init_from", "run_dir", "overwrite"}:
+            raise ValueError(f"{key} cannot be set with resume={composed.resume}: the run goes on as it is, where it is")
     if composed.init_from:
         composed = with_model_of(composed, typed, model_of)
     if composed.resume:
@@ -31,6 +35,14 @@ def to_config(composed: DictConfig, model_of: Callable[[str], ModelConfig]) -> T
     config = OmegaConf.to_object(composed)
     assert isinstance(config, TrainConfig)
     return config
+
+
+def explain(error: Exception) -> str:
+    """What Hydra or OmegaConf says, in one line, without what does not hold here or means nothing to a user."""
+    text = ": ".join(" ".join(str(part).rstrip(".").split()) for part in (error, error.__cause__) if part)
+    noise = r"\. To append to your config use [^:]*| (reference|object)_type=\w+| full_key: \S+|Config search path:.*"
+    text = re.sub(noise, "", text)
+    return text.strip() + (" (python train.py --help lists the keys)" if "Could not override" in text else "")
 
 
 def sweep_overrides() -> list[str] | None:
@@ -72,9 +84,6 @@ def resumed(composed: DictConfig, typed: list[str]) -> DictConfig:
         composed.resume = None
         return composed
     run = run_of(composed.run_dir if auto else composed.resume)
-    for key in () if auto else ("experiment", "init_from", "run_dir", "overwrite"):
-        if key in typed:
-            raise ValueError(f"{key} cannot be set with resume={composed.resume}: the run goes on as it is, where it is")
     saved = read(run / "config.yaml")
     wanted = composed.copy() if auto else saved.copy()
     for key in () if auto else typed:

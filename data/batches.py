@@ -47,7 +47,7 @@ class Windows:
     def __init__(self, tokens: TokenFile, context_length: int, seed: int | None) -> None:
         if tokens.n_tokens < context_length + 1:
             raise ValueError(
-                f"{tokens.path} holds {tokens.n_tokens} tokens; model.context_length={context_length} "
+                f"{tokens.paths[0]} holds {tokens.n_tokens} tokens; model.context_length={context_length} "
                 f"needs at least {context_length + 1}: use more text or a shorter context"
             )
         if seed is not None:

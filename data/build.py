@@ -75,12 +75,14 @@ class Builder:
         """Tokenise a source, up to `limit` tokens, into that split; documents chosen for validation go to val."""
         if split in self.progress["done"]:
             return
-        room = limit - sum(self.progress["n_tokens"].values()) if limit else 1 << 62
+        written = self.progress["n_tokens"]
+        room = limit - written["val"] - (written["train"] if split == "train" else 0) if limit else 1 << 62
         saved = time.monotonic()
         self._show(source, limit)
-        stream = self._pieces(source, split)
-        while room and (batch := take(stream, min(BATCH, 4 * room))):  # a token has some 4 characters
-            room = self._write(batch, room)
+        stream, n_characters, n_tokens = self._pieces(source, split), 1, 1
+        while room and (batch := take(stream, min(BATCH, 1 + room * n_characters // n_tokens))):
+            before, room = room, self._write(batch, room)
+            n_characters, n_tokens = sum(len(piece.text) for piece in batch), before - room
             self._show(source, limit)
             if time.monotonic() - saved >= SAVE_EVERY:
                 self._save(resume=batch[-1].resume)

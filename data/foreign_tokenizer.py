@@ -27,9 +27,10 @@ class ForeignTokenizer(Tokenizer):
     name = "tokenizer.json"
     cuttable = False
 
-    def __init__(self, spelled: str, settings: dict[str, Any], end_of_text: int) -> None:
+    def __init__(self, spelled: str, settings: dict[str, Any], end_of_text: int, other_ends: Sequence[int] = ()) -> None:
         """`spelled` is the text of tokenizer.json, `settings` the content of tokenizer_config.json."""
         self.spelled, self.settings, self.end_of_text = spelled, settings, end_of_text
+        self.other_ends = other_ends
         self.tokenizer = tokenizers.Tokenizer.from_str(spelled)
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -51,7 +52,14 @@ class ForeignTokenizer(Tokenizer):
     def load(cls, folder: Path) -> "ForeignTokenizer":
         spelled = (folder / "tokenizer.json").read_text(encoding="utf-8")
         settings = read_json(folder / "tokenizer_config.json")
-        return cls(spelled, settings, find_end_of_text(folder, settings, spelled))
+        end_of_text = find_end_of_text(folder, settings, spelled)
+        ends = read_json(folder / "generation_config.json").get("eos_token_id")
+        others = [token for token in ends if token != end_of_text] if isinstance(ends, list) else []
+        return cls(spelled, settings, end_of_text, others)
+
+    @property
+    def ends(self) -> list[int]:
+        return [self.end_of_text, *self.other_ends]
 
     @cached_property
     def fingerprint(self) -> str:

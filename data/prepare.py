@@ -24,6 +24,7 @@ from data.token_file import SHARD, TokenFile, sync, token_dtype, write_atomicall
 from data.tokenizer import BPE_PATTERN, Tokenizer, TokenizerConfig, build_tokenizer, load_tokenizer
 
 SIDECAR = "corpus.json"
+PARTIAL = ".partial"  # ends the name of a folder that is being filled
 FORMAT = 1  # of the files; part of every request
 
 
@@ -48,7 +49,7 @@ def prepare(
     if source.notice:
         say(source.notice)
     request = {"format": FORMAT, "source": source.identity, "tokenizer": describe(tokenizer)}
-    request |= {"val_fraction": data.val_fraction, "max_tokens": data.max_tokens}
+    request |= {"val_fraction": data.held_out, "max_tokens": data.max_tokens}
     cache = Path(data.cache_dir)
     corpus = find(cache, request, say)
     if corpus is None:
@@ -62,7 +63,7 @@ def prepare(
     say(summary(corpus))
     remedy = "use more text or a shorter context"
     require(corpus.train, context_length, remedy)
-    require(corpus.val, context_length, f"raise data.val_fraction={data.val_fraction}, {remedy}")
+    require(corpus.val, context_length, f"raise data.val_fraction={data.held_out}, {remedy}")
     return corpus
 
 
@@ -100,6 +101,8 @@ def locked(path: Path, say: Report) -> Any:
 def find(cache: Path, request: dict[str, Any], say: Report) -> Corpus | None:
     """A complete corpus made by an equal request, or by one whose tokenizer turned out equal."""
     for sidecar in sorted(cache.glob(f"*/{SIDECAR}")):
+        if sidecar.parent.suffix == PARTIAL:
+            continue
         made = json.loads(sidecar.read_text())
         for known in (made["request"]["tokenizer"], made["tokenizer"]):
             if {**made["request"], "tokenizer": known} == request:
@@ -128,16 +131,16 @@ def build(
     request: dict[str, Any],
     shown: Progress,
 ) -> None:
-    partial = folder.with_name(folder.name + ".partial")
+    partial = folder.with_name(folder.name + PARTIAL)
     val = source.val()
-    fraction = 0.0 if val else data.val_fraction
+    fraction = 0.0 if val else data.held_out
     try:
         progress = resume(partial) or begin(partial, source, tokenizer, fraction, data.max_tokens)
         with ThreadPoolExecutor(data.threads or cores()) as pool:
             builder = Builder(partial, load_tokenizer(partial / "tokenizer"), pool, progress, shown)
             builder.add(source, "train", data.max_tokens)
             if val:
-                builder.add(val, "val", max(1, int(data.max_tokens * data.val_fraction)) if data.max_tokens else None)
+                builder.add(val, "val", max(1, int(data.max_tokens * data.held_out)) if data.max_tokens else None)
             elif builder.writers["val"].n_tokens == 0:
                 builder.move_tail(fraction)
         source.check()
@@ -196,6 +199,6 @@ def summary(corpus: Corpus) -> str:
 def require(tokens: TokenFile, context_length: int, remedy: str) -> None:
     if tokens.n_tokens < context_length + 1:
         raise ValueError(
-            f"{tokens.path} holds {tokens.n_tokens} tokens; model.context_length={context_length} "
+            f"{tokens.paths[0]} holds {tokens.n_tokens} tokens; model.context_length={context_length} "
             f"needs at least {context_length + 1}: {remedy}"
         )

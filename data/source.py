@@ -24,7 +24,7 @@ class DataConfig:
     revision: str | None = None  # hub: a branch, tag or commit
     streaming: bool = False  # hub: read as it downloads, keep nothing but tokens
     text_column: str = "text"
-    val_fraction: float = 0.1
+    val_fraction: float | None = None  # None: a tenth, of the standard library a hundredth
     max_tokens: int | None = None  # stop after this many tokens
     threads: int | None = None  # None: every core
     cache_dir: str = "cache"
@@ -32,7 +32,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.source not in ("stdlib", "files", "hub"):
             raise ValueError(f"data.source={self.source} is unknown: choose stdlib, files or hub")
-        if not 0 < self.val_fraction < 1:
+        if not 0 < self.held_out < 1:
             raise ValueError(f"data.val_fraction={self.val_fraction} must lie between 0 and 1")
         for key in ("max_tokens", "threads"):
             value = getattr(self, key)
@@ -51,6 +51,12 @@ class DataConfig:
             raise ValueError(f"data.val_path={self.val_path} needs data.path, but data.source={self.kind}")
         if self.val_split is not None and self.kind != "hub":
             raise ValueError(f"data.val_split={self.val_split} needs a hub dataset, but data.source={self.kind}")
+
+    @property
+    def held_out(self) -> float:
+        if self.val_fraction is not None:
+            return self.val_fraction
+        return 0.01 if self.kind == "stdlib" else 0.1
 
     @property
     def kind(self) -> str:

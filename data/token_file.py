@@ -33,12 +33,12 @@ class TokenFile:
         n_documents: int = 0,
         shard: int = SHARD,
     ) -> None:
-        self.path = shard_path(folder, split, 0)
         self.n_tokens, self.n_bytes, self.n_documents = n_tokens, n_bytes, n_documents
         self.starts = list(range(0, n_tokens, shard)) or [0]
+        self.paths = [shard_path(folder, split, index) for index in range(len(self.starts))]
         self.maps, self.shards = [], []
-        for index, start in enumerate(self.starts):
-            path, expected = shard_path(folder, split, index), min(shard, n_tokens - start)
+        for path, start in zip(self.paths, self.starts, strict=True):
+            expected = min(shard, n_tokens - start)
             if not path.is_file() or path.stat().st_size != expected * dtype.itemsize:
                 raise ValueError(f"{path} is damaged: it should hold {expected} tokens")
             if expected:  # an empty file cannot be mapped
@@ -61,8 +61,10 @@ class TokenFile:
         return np.concatenate([part, self.read(start + len(part), stop)])
 
     def blocks(self, start: int = 0) -> Iterator[np.ndarray]:
-        for low in range(start, self.n_tokens, BLOCK):
-            yield self.read(low, min(low + BLOCK, self.n_tokens))
+        """All ids from `start` on, read and not mapped: a look at a huge file must not fill the memory."""
+        for path, first, shard in zip(self.paths, self.starts, self.shards, strict=True):
+            for low in range(max(start - first, 0), len(shard), BLOCK):
+                yield np.fromfile(path, shard.dtype, BLOCK, offset=low * shard.itemsize)
 
 
 class TokenWriter:

@@ -57,8 +57,7 @@ class TokenizerConfig:
             raise ValueError(f"tokenizer.name={self.name} is unknown: choose one of {', '.join(known)}")
         if self.name == "bpe" and (self.vocab_size is None or self.vocab_size < 257):
             raise ValueError(
-                f"tokenizer.vocab_size={self.vocab_size} is too small for bpe: "
-                "256 bytes and end-of-text need at least 257"
+                f"tokenizer.vocab_size={self.vocab_size} is too small for bpe: 256 bytes and end-of-text need at least 257"
             )
 
 
@@ -70,6 +69,11 @@ class Tokenizer(Protocol):
 
     @property
     def prefix(self) -> list[int]: ...  # ids that a foreign model expects before every text (Llama's <s>)
+
+    @property
+    def ends(self) -> list[int]:
+        """The ids that end a text: end_of_text, and whatever else a chat model says when it has done."""
+        return [self.end_of_text]
 
     @property
     def fingerprint(self) -> str: ...  # equal if and only if the same texts give the same ids
@@ -177,9 +181,7 @@ class TiktokenTokenizer(Tokenizer):
         return [encode_piece(self.own.encoding, piece) for piece in packet]
 
     def _new_encoding(self) -> tiktoken.Encoding:
-        return tiktoken.Encoding(
-            self.name, pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens=self.special
-        )
+        return tiktoken.Encoding(self.name, pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens=self.special)
 
     def token_bytes(self, token: int) -> bytes:
         if not 0 <= token < self.n_vocab:

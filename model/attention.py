@@ -38,15 +38,15 @@ def causal_mask(t: int, s: int, device: torch.device | None = None) -> Tensor:
 
 
 def attention_mask(position: Position, q_at: Tensor, k_at: Tensor) -> Tensor:
-    """Keys not after their query, and the position's bias if it has one.
+    """What to add to the scores: -inf where a key comes after its query, else the position's bias, or 0.
 
-    Boolean (t, s), or (b, 1, t, s) when rows differ; with a bias float (h, t, s) or (b, h, t, s).
+    (t, s), or (b, 1, t, s) when rows differ; with a bias (h, t, s) or (b, h, t, s).
     """
     visible = k_at <= q_at[..., None]
     if visible.dim() == 3:
         visible = visible[:, None]
     bias = position.bias(q_at, k_at)
-    return visible if bias is None else bias.masked_fill(~visible, -math.inf)
+    return torch.where(visible, 0.0 if bias is None else bias, -math.inf)
 
 
 class MultiHeadAttention(nn.Module):

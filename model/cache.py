@@ -25,9 +25,6 @@ class LayerCache:
 
     def append(self, k: Tensor, v: Tensor, at: Tensor, read: int) -> tuple[Tensor, Tensor]:
         """Store k and v (b, kv_heads, t, d) at positions (t,) or (b, t); return the first `read` slots."""
-        slots = self.keys.size(2)
-        if read > slots:
-            raise ValueError(f"a cache of {slots} slots a row cannot hold {read}: give it more capacity")
         rows = torch.arange(k.size(0), device=k.device)[:, None]
         self.keys[rows, :, at] = k.transpose(1, 2).to(self.keys.dtype)
         self.values[rows, :, at] = v.transpose(1, 2).to(self.values.dtype)
@@ -62,6 +59,8 @@ class KVCache:
 
     def reach(self, t: int) -> int:
         """How many slots must be read once t more tokens are in: the fullest row's, in whole blocks."""
+        if self.longest + t > self.capacity:
+            raise ValueError(f"a cache of {self.capacity} slots a row cannot hold {self.longest + t}: give it more capacity")
         return whole_blocks(self.longest + t)
 
     def advance(self, t: int) -> None:

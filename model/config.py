@@ -12,7 +12,7 @@ class ModelConfig:
     """One architecture; every number that a checkpoint needs to rebuild its model.
 
     `None` means: derived from the others (`n_kv_heads` = `n_heads`, `head_dim` = d_model / n_heads, `d_ff` from the MLP kind,
-    `qkv_bias` = `mlp_bias` = `bias`), except `vocab_size`, which the tokenizer fills in. Raises ValueError when the numbers do not fit.
+    `qkv_bias` = `mlp_bias` = `bias`), except `vocab_size`, which the tokenizer fills in. Raises ValueError when they do not fit.
     """
 
     vocab_size: int | None = None

@@ -7,12 +7,15 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from model.ahead import Ahead
 from model.cache import KVCache
+from model.decoding import Compiled
 from model.sampling import Chooser, Sampling
 from model.transformer import Transformer
 
@@ -45,10 +48,14 @@ class Row:
     def window(self) -> list[int]:
         return self.ids[self.start :]
 
+    def __len__(self) -> int:
+        """Of the window."""
+        return len(self.ids) - self.start
+
     def append(self, token: int, context_length: int) -> None:
         """A window that would outgrow the context keeps its last half, and goes on from there."""
         self.ids.append(token)
-        if len(self.ids) - self.start > context_length:
+        if len(self) > context_length:
             self.start = len(self.ids) - max(1, context_length // 2)
 
 
@@ -74,6 +81,7 @@ def stream(
     until: Callable[[int, int], bool] | None = None,
     overflow: str = "slide",
     use_cache: bool = True,
+    compile: bool = False,
 ) -> Iterator[Step]:
     """Continue every prompt (ids) by up to max_new_tokens, one step at a time.
 
@@ -82,19 +90,28 @@ def stream(
     stop_ids   a row ends with the first of these (which is its last id)
     until      called with (row, id) for every other new id; True ends the row
     overflow   "slide": a full window keeps its last half and goes on; "stop": a row that fills it ends
+    use_cache  False: every step reads the whole window again
+    compile    the cached step is compiled when it is first taken: seconds then, and faster from there on
 
     A prompt longer than the context keeps its last tokens, with a warning. Raises ValueError for an empty
     prompt, an id the model does not know, and with overflow="stop" for a prompt that fills the context.
     """
     check(model, prompts, max_new_tokens, overflow)
+    if compile and not use_cache:
+        raise ValueError("compile=True compiles the step that reads the cache: leave use_cache=False out")
     seeds = range(seeds, seeds + len(prompts)) if isinstance(seeds, int) else seeds
     if len(seeds) != len(prompts):
         raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one each, or a single number")
     rows = [Row(list(prompt), max(0, len(prompt) - model.config.context_length)) for prompt in prompts]
     weight = model.embed.weight
     chooser = Chooser(sampling or Sampling(), prompts, seeds, weight.size(0), n_vocab, weight.device)
-    scorer = Cached(model, rows, max_new_tokens) if use_cache else Recomputed(model)
-    return run(model, rows, max_new_tokens, scorer, chooser, set(stop_ids), until, overflow)
+    writer: Writer | Ahead
+    if use_cache:
+        scorer = Cached(model, rows, max_new_tokens, compile)
+        writer = Ahead(scorer, chooser) if compile and weight.is_cuda else Writer(scorer, chooser)
+    else:
+        writer = Writer(Recomputed(model), chooser)
+    return run(model, rows, max_new_tokens, writer, set(stop_ids), until, overflow)
 
 
 def check(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, overflow: str) -> None:
@@ -123,8 +140,7 @@ def run(
     model: Transformer,
     rows: list[Row],
     max_new_tokens: int,
-    scorer: "Scorer",
-    chooser: "Chooser",
+    writer: "Writer | Ahead",
     stop_ids: set[int],
     until: Callable[[int, int], bool] | None,
     overflow: str,
@@ -132,8 +148,7 @@ def run(
     context, modules = model.config.context_length, list(model.modules())
     for n in range(1, max_new_tokens + 1):
         with evaluating(modules):
-            logits = scorer.logits(rows)
-            chosen = chooser.choose(logits).tolist()
+            logits, chosen = writer.next(rows, max_new_tokens - n)
         ids: list[int | None] = [None] * len(rows)
         for r, (row, token) in enumerate(zip(rows, chosen, strict=True)):
             if row.ended is not None:
@@ -165,6 +180,17 @@ def evaluating(modules: list[nn.Module]) -> Iterator[None]:
             module.training = True
 
 
+@dataclass
+class Writer:
+    scorer: "Scorer"
+    chooser: Chooser
+
+    def next(self, rows: list[Row], left: int) -> tuple[Tensor, list[int]]:
+        """Scores (b, vocab), and the id chosen in each row."""
+        logits = self.scorer.logits(rows)
+        return logits, self.chooser.choose(logits).tolist()
+
+
 class Scorer(Protocol):
     def logits(self, rows: list[Row]) -> Tensor:
         """(b, vocab): what the model says after each row's window. Called once for every token appended."""
@@ -184,9 +210,10 @@ class Recomputed:
 class Cached:
     """With a cache: the prompts at once, then one token a row and step."""
 
-    def __init__(self, model: Transformer, rows: list[Row], max_new_tokens: int):
+    def __init__(self, model: Transformer, rows: list[Row], max_new_tokens: int, compile: bool = False):
         self.model = model
-        self.cache = model.new_cache(len(rows), max(len(row.window) for row in rows) + max_new_tokens)
+        self.cache = model.new_cache(len(rows), max(map(len, rows)) + max_new_tokens)
+        self.step: Callable[[Tensor], Tensor] = Compiled(model, self.cache) if compile else partial(model, cache=self.cache)
         self.starts: list[int] = []  # of the windows that the cache holds
 
     def logits(self, rows: list[Row]) -> Tensor:
@@ -197,9 +224,9 @@ class Cached:
                 if row.start != self.starts[r] and row.ended is None:
                     self.refill(r, row.window[:-1])
             # All but the newest token is in. A row that has ended repeats its last, which nobody reads.
-            self.cache.cut([len(row.window) - 1 for row in rows])
+            self.cache.cut([len(row) - 1 for row in rows])
             newest = torch.tensor([row.ids[-1:] for row in rows], device=self.cache.lengths.device)
-            logits = self.model.head(self.model.features(newest, self.cache))[:, -1]
+            logits = self.step(newest)[:, -1]
         self.starts = [row.start for row in rows]
         return logits
 

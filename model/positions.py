@@ -78,10 +78,12 @@ class Rotary(Fixed):
     def __init__(self, context_length: int, head_width: int, theta: float, scaling: dict[str, float] | None = None):
         frequency = frequencies(head_width, theta)
         angles = angles_of(context_length, frequency if scaling is None else stretch(frequency, scaling))
-        super().__init__(torch.stack([angles.cos(), angles.sin()]))  # (2, context_length, d / 2)
+        cos, sin = angles.cos(), angles.sin()
+        # (2, context_length, d): the factors of each dimension itself, and of the other one of its pair
+        super().__init__(torch.stack([torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)]))
 
     def rotate(self, q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self.table[:, at].unsqueeze(-3)  # (1, t, d / 2) or (b, 1, t, d / 2): alike for every head
+        cos, sin = self.table[:, at].unsqueeze(-3)  # (1, t, d) or (b, 1, t, d): alike for every head
         return turn(q, cos, sin), turn(k, cos, sin)
 
 
@@ -124,9 +126,8 @@ def stretch(frequency: Tensor, scaling: dict[str, float]) -> Tensor:
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x_i, x_(i + d/2)) by its angle, in float32 at least."""
-    a, b = rearrange(x.to(torch.promote_types(x.dtype, cos.dtype)), "... (two pair) -> two ... pair", two=2)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+    """Rotate each pair (x_i, x_(i + d/2)) by its angle, in float32 at least, as the tables are."""
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin).to(x.dtype)
 
 
 def make_position(config: ModelConfig) -> Position:

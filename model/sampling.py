@@ -128,9 +128,7 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
 def draw(probabilities: Tensor, u: Tensor) -> Tensor:
     """The id in whose slice of [0, 1) the number u (b,) falls: exact sampling by one uniform number a row."""
     ends = probabilities.double().cumsum(dim=-1)
-    ids = torch.searchsorted(ends, (u * ends[:, -1])[:, None], right=True).squeeze(-1)
-    last = (ends < ends[:, -1:]).sum(dim=-1)  # rounding must not lift u past the last id that has a slice
-    return torch.minimum(ids, last)
+    return torch.searchsorted(ends, (u * ends[:, -1])[:, None], right=True).squeeze(-1)
 
 
 def uniform(seeds: Tensor, at: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Shapes: b rows, t tokens, d_model the width of the residual stream, vocab the nu
 """
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -122,21 +123,38 @@ class Transformer(nn.Module):
 
     def features(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """(b, t) ids -> (b, t, d_model), one head away from logits. A cache already holds what came before, and is filled."""
-        t, before = tokens.size(1), 0 if cache is None else cache.longest
+        at, mask = self.place(tokens.size(1), cache)
+        x = self.transform(tokens, at, mask, [None] * len(self.blocks) if cache is None else cache.layers)
+        if cache is not None:
+            cache.advance(tokens.size(1))
+        return x
+
+    def place(self, t: int, cache: KVCache | None) -> tuple[Tensor, Tensor | None]:
+        """Where the next t tokens stand, (t,) or (b, t), and the mask over the keys that they read; None: simply causal."""
+        before, device = 0 if cache is None else cache.longest, self.embed.weight.device
         if before + t > self.config.context_length:
             raise ValueError(f"{before} + {t} tokens exceed model.context_length={self.config.context_length}")
-        first = torch.arange(t, device=tokens.device)
+        read = t if cache is None else cache.reach(t)
         if cache is None or before == 0:
-            at = k_at = first
+            at = k_at = torch.arange(t, device=device)
+            if type(self.position).bias is Position.bias:
+                return at, None
         else:
-            at, k_at = cache.positions(t), torch.arange(cache.reach(t), device=tokens.device)
-        plain = k_at is at and type(self.position).bias is Position.bias
-        mask = None if plain else attention_mask(self.position, at, k_at)
+            at, k_at = cache.positions(t), torch.arange(read, device=device)
+        return at, attention_mask(self.position, at, k_at).to(self.embed.weight.dtype)
+
+    def transform(
+        self,
+        tokens: Tensor,
+        at: Tensor,
+        mask: Tensor | None,
+        layers: Sequence[LayerCache | None],
+        run: Callable[..., Tensor] = lambda block, *inputs: block(*inputs),
+    ) -> Tensor:
+        """What `features` does with tensors alone, and so can be compiled, with `run` to call each block."""
         x = self.dropout(self.position.embed(self.embed(tokens), at))
-        for i, block in enumerate(self.blocks):
-            x = block(x, self.position, at, mask, None if cache is None else cache.layers[i])
-        if cache is not None:
-            cache.advance(t)
+        for block, layer in zip(self.blocks, layers, strict=True):
+            x = run(block, x, self.position, at, mask, layer)
         return self.norm(x)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:

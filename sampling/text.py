@@ -40,7 +40,7 @@ def write(
 
     stop       strings that end a row, wherever tokens begin and end; neither they nor end-of-text are part of the text
     special    text in a prompt that spells a special token means that token
-    options    sampling, seeds, overflow, use_cache: see `model.stream`
+    options    sampling, seeds, overflow, use_cache, compile: see `model.stream`
     """
     streams = [TextStream(tokenizer, stop) for _ in prompts]
     pieces = [""] * len(prompts)
@@ -50,8 +50,7 @@ def write(
         return streams[r].stopped
 
     ids = [prompt_ids(tokenizer, prompt, special) for prompt in prompts]
-    ends = [tokenizer.end_of_text]
-    steps = stream(model, ids, max_new_tokens, n_vocab=tokenizer.n_vocab, stop_ids=ends, until=until, **options)
+    steps = stream(model, ids, max_new_tokens, n_vocab=tokenizer.n_vocab, stop_ids=tokenizer.ends, until=until, **options)
     return with_text(steps, streams, pieces)
 
 

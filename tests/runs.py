@@ -11,8 +11,16 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from hydra import compose as compose_with_hydra
+from hydra import initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import open_dict
 
 import train
+import weights
+from configs import compose
+from configs.schema import TrainConfig, register
+from training.ranks import Ranks
 from weights import checkpoint
 
 TINY = [
@@ -21,6 +29,8 @@ TINY = [
     "model.n_heads=2",
     "model.n_layers=2",
     "tokenizer=bytes",
+    "optimizer=adamw",
+    "schedule=cosine",
     "batch_size=4",
     "steps=6",
     "schedule.warmup_steps=2",
@@ -55,6 +65,17 @@ def command(*arguments: str) -> Command:
     return Command(status, out.getvalue(), err.getvalue())
 
 
+def configured(*arguments: str) -> TrainConfig:
+    """What `python train.py ...` hands to `train`."""
+    register()
+    with initialize_config_dir(str(Path(train.__file__).parent / "configs"), version_base=None):
+        composed = compose_with_hydra("train", list(arguments), return_hydra_config=True)
+        HydraConfig.instance().set_config(composed)
+        with open_dict(composed):
+            composed.pop("hydra")
+        return compose.to_config(composed, weights.model_config)
+
+
 def write_text(folder: Path, words: int = 3000) -> Path:
     """Some text that can be learned a little."""
     path = folder / "text.txt"
@@ -68,7 +89,8 @@ def tiny(folder: Path, *overrides: str) -> list[str]:
     text = folder / "text.txt"
     if not text.exists():
         write_text(folder)
-    return [*TINY, f"data.path={text}", f"data.cache_dir={folder / 'cache'}", *overrides]
+    arguments = [*TINY, f"data.path={text}", f"data.cache_dir={folder / 'cache'}", *overrides]
+    return list({argument.split("=")[0]: argument for argument in arguments}.values())  # the last one of a key counts
 
 
 def finished(*arguments: str) -> Command:
@@ -77,10 +99,19 @@ def finished(*arguments: str) -> Command:
     return done
 
 
+def trained(config: TrainConfig) -> None:
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        assert train.train(config, Ranks()).status == 0
+
+
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl, without what depends on the machine's mood."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def state(run: Path) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def test_small_orders_are_all_equally_likely():
 def test_an_order_of_any_length_takes_no_memory():
     n = 10**12
     found = permute(np.arange(5), n, 1, 0)
-    assert len(set(found.tolist())) == 5 and 0 <= found.min() and found.max() < n
+    assert len(set(found.tolist())) == 5 and found.min() >= 0 and found.max() < n
 
 
 @pytest.mark.parametrize("n_tokens", [9, 10, 11, 16, 17, 18, 24, 25, 100, 1001])
@@ -162,4 +162,4 @@ def test_a_huge_file_is_ready_at_once_and_batches_cost_little(tmp_path):
         began = time.process_time()
         windows.batch(range(16 * step, 16 * step + 16))
         costs.append(time.process_time() - began)
-    assert min(costs) < 0.02 * 0.060  # of a step of 60 ms
+    assert sorted(costs)[10] < 0.005  # tens of times that where the system reads ahead by megabytes

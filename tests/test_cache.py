@@ -60,7 +60,7 @@ def test_cached_is_uncached_for_any_shape_and_any_pieces(data):
     )
     lengths = data.draw(st.lists(st.integers(1, 11), min_size=1, max_size=4), "lengths")
     ids = random_ids(len(lengths), 16, seed=data.draw(st.integers(0, 99), "ids"))
-    pieces = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=5).filter(lambda p: sum(p) <= 5), "pieces")
+    pieces = data.draw(st.sampled_from([[5], [1] * 5, [2, 3], [3, 1, 1], [1, 4], [1], [4]]), "pieces")
     cache = model.new_cache(len(lengths))
     with torch.no_grad():
         model(ids[:, : max(lengths)], cache)
@@ -116,9 +116,11 @@ def test_a_row_can_be_filled_anew_without_touching_the_others():
 def test_memory_is_allocated_once_and_written_in_place():
     model, ids = tiny(), random_ids(2, 12)
     cache = model.new_cache(2)
-    before = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
+    before = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    addresses = [tensor.data_ptr() for tensor in before]
     in_chunks(model, ids, [3, 1, 8], cache)
-    assert [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers] == before
+    after = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    assert all(a is b for a, b in zip(after, before, strict=True)) and [t.data_ptr() for t in after] == addresses
     assert cache.lengths.tolist() == [12, 12] and cache.longest == 12
 
 
@@ -148,7 +150,7 @@ def test_has_the_type_of_the_model():
 def test_refuses_more_than_it_has_room_for():
     model = tiny(context_length=300)
     cache = model.new_cache(1, capacity=100)
-    with pytest.raises(ValueError, match=f"{BLOCK} slots.*{2 * BLOCK}"):
+    with pytest.raises(ValueError, match=f"{BLOCK} slots.*130"):
         in_chunks(model, random_ids(1, 130), [100, 30], cache)
     with pytest.raises(ValueError, match=f"{BLOCK} slots.*130"):
         model(random_ids(1, 130), model.new_cache(1, capacity=100))

@@ -238,6 +238,13 @@ def test_seeds_reproduce_and_a_number_stands_for_a_run_of_seeds():
         generate(model, prompts, 1, seeds=[1, 2, 3])
 
 
+def test_each_token_is_drawn_by_its_rows_seed_and_its_position():
+    model, seeds = tiny(), [3, 1, 4, 1]
+    for n, step in enumerate(stream(model, RAGGED, 20, sampling=SAMPLED, seeds=seeds)):
+        at = torch.tensor([len(prompt) + n for prompt in RAGGED])
+        assert step.ids == SAMPLED.choose(step.logits, None, torch.tensor(seeds), at).tolist()
+
+
 def test_sampling_draws_from_the_models_distribution():
     model = tiny(dtype=torch.float64)
     n = 4000

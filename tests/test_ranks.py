@@ -4,19 +4,22 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import train
-from rank_group import Team, on_ranks
+from rank_group import Team, free_port, on_ranks
 
+import train
 from configs.schema import TrainConfig
 from data.batches import Windows
 from data.prepare import prepare
@@ -24,7 +27,7 @@ from data.source import DataConfig
 from data.tokenizer import TokenizerConfig
 from model import ModelConfig, Transformer, generate
 from training.evaluate import evaluate
-from training.objective import IGNORED, NextTokenLoss, recompute_blocks
+from training.objective import IGNORED, NextTokenLoss
 from training.optimizer import OptimizerConfig, clip_gradients, make_optimizer
 from training.ranks import Ranks, callable_in_parts, whole
 from training.reporting import WandbConfig
@@ -197,12 +200,19 @@ def everything(team: Team, folder: Path) -> dict[Any, Any]:
     return found
 
 
+def with_text(folder: Path) -> Path:
+    (folder / "text.txt").write_text("".join(f"{word} {i * i} " for i in range(700) for word in ("some", "words", "and")))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
-    text = "".join(f"{word} {i * i} " for i in range(700) for word in ("some", "words", "and"))
-    (folder / "text.txt").write_text(text)
-    return folder
+    return with_text(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    return with_text(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -259,8 +269,7 @@ def rows(run: Path) -> list[dict[str, float]]:
 
 def test_a_run_goes_on_with_other_numbers_of_ranks(folder, ranks):
     expected, found = (
-        {row["step"]: row["train/loss"] for row in rows(folder / name) if "train/loss" in row}
-        for name in ("alone", "handed on")
+        {row["step"]: row["train/loss"] for row in rows(folder / name) if "train/loss" in row} for name in ("alone", "handed on")
     )
     assert list(found) == list(expected) == list(range(1, 11))
     assert list(found.values()) == pytest.approx(list(expected.values()), abs=1e-5)
@@ -305,3 +314,98 @@ def test_an_error_ends_all_ranks_with_one_message(ranks, what, message):
     told = [code for code in left if isinstance(code, str)]
     assert len(told) == 1 and message in told[0]
     assert [code for code in left if code != told[0]] == [1]
+
+
+# What follows needs torchrun itself, which starts and ends processes its own way.
+
+
+def torchrun(folder: Path, *words: str, launcher: tuple[str, ...] = ("--standalone",)) -> subprocess.Popen[str]:
+    """Two ranks of a run that goes on until something ends it, in `folder`/run."""
+    overrides = [f"data.path={folder / 'text.txt'}", f"data.cache_dir={folder / 'cache'}", "tokenizer=bytes", "device=cpu"]
+    overrides += ["model.n_layers=2", "model.n_heads=2", "model.d_model=32", "model.context_length=16", "batch_size=8"]
+    overrides += ["wandb.mode=disabled", "log_every=1", "eval_every=1000000", f"run_dir={folder / 'run'}", *words]
+    program = [sys.executable, "-m", "torch.distributed.run", *launcher, "train.py", *overrides]
+    return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def wait_for(done: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        if process.poll() is not None or time.monotonic() > end:
+            process.kill()
+            pytest.fail(str(process.communicate()[0]))
+        time.sleep(0.05)
+
+
+def told(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
+    """Exit status and all that was printed, within so many seconds."""
+    try:
+        text = process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, text
+
+
+def process_of(rank: int, folder: Path) -> int:
+    """The process that is this rank of the run in `folder`."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            ours = f"run_dir={folder / 'run'}".encode() in (entry / "cmdline").read_bytes()
+            if ours and f"RANK={rank}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                return int(entry.name)
+    raise AssertionError(f"rank {rank} of {folder} is not running")
+
+
+TWO = ("--standalone", "--nproc_per_node=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "parallel"), [(1, "ddp"), (0, "fsdp")])
+def test_a_rank_that_dies_ends_the_others_and_leaves_the_last_checkpoint_good(text, rank, parallel):
+    process = torchrun(text, "steps=1000000", "save_every=5", f"parallel={parallel}", launcher=TWO)
+    wait_for((text / "run" / "checkpoints" / "latest").exists, process)
+    os.kill(process_of(rank, text), signal.SIGKILL)
+    status, printed = told(process, seconds=40)
+    assert status != 0
+    assert re.search(rf"rank +: {rank} .*\n +exitcode +: -9", printed)
+    assert printed.count("error: ") <= 1 and "Traceback (most recent call last):\n  File \"train" not in printed
+    saved = checkpoint.read_trainer(checkpoint.find(text / "run"))["progress"]["step"]
+    status, printed = told(torchrun(text, "resume=auto", f"steps={saved + 1}", launcher=TWO), seconds=90)
+    assert status == 0 and f"going on from step {saved}" in printed, printed
+
+
+@pytest.mark.slow
+def test_sigterm_to_torchrun_saves(text):
+    process = torchrun(text, "steps=1000000", "parallel=fsdp", launcher=TWO)
+    wait_for((text / "run" / "metrics.jsonl").exists, process)
+    process.send_signal(signal.SIGTERM)
+    _, printed = told(process, seconds=40)
+    saved = checkpoint.read_trainer(checkpoint.find(text / "run"))["progress"]["step"]
+    assert printed.count(f"stopped at step {saved}, saved") == 1
+    assert rows(text / "run")[-1]["step"] == saved
+
+
+@pytest.mark.slow
+def test_an_error_is_printed_once_under_torchrun(text):
+    status, printed = told(torchrun(text, "batch_size=5", launcher=TWO), seconds=90)
+    assert status != 0
+    assert printed.count("error: batch_size=5 does not divide over 2 ranks") == 1
+    assert printed.count("error: ") == 1 and not (text / "run").exists()
+
+
+@pytest.mark.slow
+def test_two_machines_meet(text):
+    """Two agents, each with one rank, as on two hosts; here both on this one."""
+    meeting = (f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--rdzv_backend=c10d", "--rdzv_id=run", "--nnodes=2")
+    agents = [torchrun(text, "steps=4", launcher=(*meeting, "--nproc_per_node=1")) for _ in range(2)]
+    ended = [told(agent, seconds=120) for agent in agents]
+    assert [status for status, _ in ended] == [0, 0]
+    assert sorted("is done" in printed for _, printed in ended) == [False, True]
+    together = rows(text / "run")
+    (text / "run").rename(text / "together")
+    status, _ = told(torchrun(text, "steps=4", launcher=("--standalone", "--nproc_per_node=1")), seconds=90)
+    assert status == 0
+    for one, two in zip(rows(text / "run"), together, strict=True):
+        for key in {"train/loss", "val/loss"} & one.keys():
+            assert two[key] == pytest.approx(one[key], abs=1e-5)

@@ -1,57 +1,163 @@
 """Law 6: n steps = k steps, save, resume, n - k steps, bit for bit."""
 
-import json
 import shutil
+from dataclasses import replace
 
 import pytest
+from runs import command, configured, contents, differing, finished, metrics, state, tiny, trained
+from safetensors.torch import load_file, save_file
 
-from runs import command, differing, finished, metrics, state, tiny
-
-# 3000 words are 770 windows of 16: some 190 steps of 4, so an epoch is ended by other means: a text of 12 windows.
+STEPS = 7
 KINDS = {
     "adamw": ["optimizer=adamw", "schedule=cosine"],
     "muon": ["optimizer=muon", "schedule=wsd"],
-    "accumulation": ["micro_batch_size=2", "optimizer=muon", "schedule=cosine"],
+    "accumulation": ["optimizer=adamw", "schedule=wsd", "micro_batch_size=2"],
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 8)  # 20 windows: 5 steps an epoch
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 8)  # an epoch ends within step 6
     return folder
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def straight(request, folder):
-    """The undisturbed run, with a checkpoint of each of its 8 steps, and its arguments."""
-    arguments = tiny(folder, *KINDS[request.param], "model.dropout=0.2", "steps=8", "eval_every=3", "save_every=1", "keep_checkpoints=8")
-    run = folder / request.param
-    finished(*arguments, f"run_dir={run}")
-    return run, arguments
+    """The config of an undisturbed run that has a checkpoint of each step."""
+    saving = ["model.dropout=0.2", f"steps={STEPS}", "eval_every=3", "save_every=1", f"keep_checkpoints={STEPS}"]
+    config = configured(*tiny(folder, *KINDS[request.param], *saving, f"run_dir={folder / request.param}"))
+    trained(config)
+    return config
 
 
-@pytest.mark.parametrize("k", range(1, 8))
-def test_a_run_goes_on_from_any_step_as_if_it_had_never_stopped(straight, k, tmp_path):
-    run, _ = straight
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy, symlinks=True)
-    (copy / "config.yaml").write_text((copy / "config.yaml").read_text().replace(str(run), str(copy)))
-    finished(f"resume={copy}/checkpoints/step-{k:08d}")
-    assert differing(state(run), state(copy)) == []
-    assert metrics(copy) == metrics(run)
+def same_run(a, b):
+    assert differing(state(a), state(b)) == []
+    assert metrics(a) == metrics(b)
     for link in ("latest", "best"):
-        assert (copy / "checkpoints" / link).resolve().name == (run / "checkpoints" / link).resolve().name
+        assert (a / "checkpoints" / link).resolve().name == (b / "checkpoints" / link).resolve().name
 
 
-def test_several_resumes_in_one_run(straight, tmp_path):
-    run, arguments = straight
-    broken = tmp_path / "broken"
-    finished(*arguments, f"run_dir={broken}", "steps=2")  # steps is also the length of the schedule, so set it right:
-    shutil.rmtree(broken)
-    once = tmp_path / "once"
-    finished(*arguments, f"run_dir={once}")
-    for k in (6, 3, 5):
-        finished(f"resume={once}/checkpoints/step-{k:08d}")
-    assert differing(state(run), state(once)) == []
-    assert metrics(once) == metrics(run)
+@pytest.mark.parametrize("k", range(1, STEPS))
+def test_a_run_goes_on_from_any_step_as_if_it_had_never_stopped(straight, k, folder, tmp_path):
+    run = shutil.copytree(straight.run_dir, tmp_path / "run", symlinks=True)
+    trained(replace(straight, run_dir=str(run), resume=f"{run}/checkpoints/step-{k:08d}"))
+    same_run(folder / straight.run_dir, run)
+
+
+def test_several_resumes_in_one_run(straight, folder, tmp_path):
+    run = shutil.copytree(straight.run_dir, tmp_path / "run", symlinks=True)
+    for k in (6, 2, 5):
+        trained(replace(straight, run_dir=str(run), resume=f"{run}/checkpoints/step-{k:08d}"))
+    same_run(folder / straight.run_dir, run)
+
+
+@pytest.fixture(scope="module")
+def done(folder):
+    """A finished run of 6 steps; tests copy it."""
+    run = folder / "done"
+    finished(*tiny(folder, f"run_dir={run}", "steps=6", "eval_every=2", "save_every=2", "keep_checkpoints=3"))
+    return run
+
+
+@pytest.fixture
+def run(done, tmp_path):
+    return shutil.copytree(done, tmp_path / "run", symlinks=True)
+
+
+def test_a_finished_run_says_so_and_more_steps_continue_it(run):
+    before = metrics(run)
+    again = finished(f"resume={run}")
+    assert f"{run} is finished: 6 of steps=6" in again.out
+    longer = finished(f"resume={run}", "steps=8")
+    assert "going on from step 6; steps: 6 -> 8" in longer.out
+    assert metrics(run)[: len(before)] == before
+    assert metrics(run)[-1]["step"] == 8
+    assert "steps: 8" in (run / "config.yaml").read_text()
+
+
+def test_another_learning_rate_is_used_and_told(run):
+    resumed = finished(f"resume={run}", "steps=7", "optimizer.lr=7e-4", "schedule.warmup_steps=0", "schedule.final=1")
+    assert "optimizer.lr: 0.003 -> 0.0007" in resumed.out
+    assert metrics(run)[-2]["train/lr"] == pytest.approx(7e-4)
+
+
+@pytest.mark.parametrize(
+    "override, told",
+    [
+        ("model.n_layers=3", "model.n_layers: 2 -> 3"),
+        ("model.context_length=8", "model.context_length: 16 -> 8"),
+        ("tokenizer=bpe", "tokenizer.name: bytes -> bpe"),
+        ("model.vocab_size=300", "model.vocab_size: 257 -> 300"),
+        ("model=gpt2", "model.norm: rmsnorm -> layernorm"),
+        ("optimizer=muon", "optimizer.name: adamw -> muon"),
+    ],
+)
+def test_what_the_weights_depend_on_is_refused(run, override, told):
+    before = contents(run)
+    refused = command(f"resume={run}", "steps=8", override)
+    assert refused.status == 1
+    assert told in refused.last
+    assert contents(run) == before
+
+
+def test_all_conflicts_are_told_at_once(run):
+    refused = command(f"resume={run}", "model.n_layers=3", "tokenizer=gpt2")
+    assert "model.n_layers: 2 -> 3; tokenizer.name: bytes -> gpt2" in refused.last
+
+
+@pytest.mark.parametrize("key", ["run_dir=elsewhere", "init_from=elsewhere", "overwrite=true", "experiment=shakespeare_cpu"])
+def test_what_makes_no_sense_with_resume_is_refused(run, key):
+    refused = command(f"resume={run}", key)
+    assert (refused.status, key.split("=")[0] in refused.last) == (1, True)
+
+
+def test_resume_of_what_is_no_run(tmp_path):
+    assert "does not exist" in command(f"resume={tmp_path}/nowhere").last
+    assert "no config.yaml" in command(f"resume={tmp_path}").last
+
+
+def test_dropout_may_change(run):
+    assert "model.dropout: 0.0 -> 0.1" in finished(f"resume={run}", "steps=7", "model.dropout=0.1").out
+
+
+def test_an_older_checkpoint_goes_on_and_later_rows_are_cut(run, done):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "train/lo')  # a line that a crash cut short
+    (run / "checkpoints" / "step-00000004.tmp").mkdir()  # a save that a crash cut short
+    older = finished(f"resume={run}/checkpoints/step-00000002", "steps=5", "optimizer.lr=1e-3", "keep_checkpoints=9")
+    assert "going on from step 2" in older.out
+    steps = [row["step"] for row in metrics(run) if "train/loss" in row]
+    assert steps == [1, 2, 3, 4, 5]
+    assert (run / "checkpoints" / "latest").resolve().name == "step-00000005"
+    assert differing(state(run / "checkpoints" / "step-00000002"), state(done / "checkpoints" / "step-00000002")) == []
+    assert not list(run.glob("**/*.tmp"))
+
+
+def test_auto_starts_a_run_and_then_goes_on_with_it(folder, tmp_path):
+    arguments = tiny(folder, f"run_dir={tmp_path}/auto", "resume=auto")
+    first = finished(*arguments, "steps=3")
+    assert "going on" not in first.out
+    assert "is finished" in finished(*arguments, "steps=3").out
+    assert "going on from step 3; steps: 3 -> 4" in finished(*arguments, "steps=4").out
+    assert "model.n_layers: 2 -> 1" in command(*arguments, "steps=4", "model.n_layers=1").last
+    assert "resume=auto needs run_dir" in command("resume=auto").last
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(run, done):
+    shutil.rmtree(run / "checkpoints")
+    finished(f"resume={run}")
+    same_run(run, done)
+
+
+def test_a_missing_link_is_no_loss(run):
+    (run / "checkpoints" / "latest").unlink()
+    assert "is finished: 6" in finished(f"resume={run}").out
+
+
+def test_weights_saved_from_wrapped_models_go_on(run, done):
+    path = run / "checkpoints" / "step-00000004" / "model.safetensors"
+    weights = load_file(path)
+    save_file({f"module._orig_mod.{name}": w for name, w in weights.items()}, path)
+    finished(f"resume={path.parent}")
+    same_run(run, done)

@@ -93,6 +93,11 @@ def test_in_out_in_is_exact_to_the_bit(ours, folder, tmp_path):
     export(folder, tmp_path / "out")
     before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert (
+            json.loads((tmp_path / "out" / "config.json").read_text())[name]
+            == json.loads((folder / "config.json").read_text())[name]
+        )
     model, tokenizer = load(tmp_path / "out")
     assert isinstance(model, Transformer) and model.config == ours[0].config
     state = model.state_dict()

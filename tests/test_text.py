@@ -62,6 +62,14 @@ def test_text_ends_at_end_of_text_without_it():
     assert found == ["b", "c", "d", ""]
 
 
+def test_text_ends_at_any_of_the_tokenizers_ends():
+    class Chat(TiktokenTokenizer):
+        ends = [256, ord("f")]
+
+    tokenizer = Chat("bytes", BYTES.pattern, BYTES.ranks, BYTES.special)
+    assert complete(successor_model(b"abcdefgh"), tokenizer, ["a", "g"], 20, sampling=GREEDY) == ["bcde", "habcde"]
+
+
 def test_rows_end_on_their_own():
     model = successor_model(b"abcdefgh")
     options = {"sampling": GREEDY, "stop": ["ef", "hab"]}

@@ -294,7 +294,10 @@ def test_the_end_of_text_comes_from_whichever_file_names_it(tmp_path):
     assert byte_level(tmp_path).end_of_text == 7
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 0]}')
     assert byte_level(tmp_path).end_of_text == 1
+    byte_level(tmp_path).save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").end_of_text == 1
     assert byte_level(tmp_path, eos_token="<|end|>").end_of_text == 0
+    assert byte_level(tmp_path, eos_token="<|end|>").ends == [0, 1]  # all that end the text of a chat model
 
 
 def test_a_foreign_tokenizer_without_an_end_of_text_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""Muon: momentum whose update is made orthogonal, so that a step moves all directions of a matrix equally (Jordan et al. 2024)."""
+"""Muon: momentum made orthogonal, so that a step moves all directions of a matrix equally (Jordan et al. 2024)."""
 
 from collections import defaultdict
 from typing import Any
@@ -37,6 +37,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for (shape, _, _), weights in batches.items():
             updates = []
             for p in weights:
+                assert p.grad is not None
                 buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 buffer.lerp_(p.grad, 1 - group["momentum"])
                 updates.append(whole(p.grad.lerp(buffer, group["momentum"])))  # Nesterov's look-ahead

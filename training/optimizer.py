@@ -13,8 +13,8 @@ from training.ranks import whole
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """`adamw`: AdamW for everything (Loshchilov and Hutter 2019). `muon`: Muon at `lr` for the matrices inside the blocks, AdamW at
-    `adam_lr` for embeddings, head, norms and biases. Weight decay applies to matrices and embeddings, not to norms and biases."""
+    """`adamw`: AdamW for everything (Loshchilov and Hutter 2019). `muon`: Muon at `lr` for the matrices inside the blocks,
+    AdamW at `adam_lr` for embeddings, head, norms and biases. Norms and biases do not decay."""
 
     name: str = "adamw"
     lr: float = 3e-3

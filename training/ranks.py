@@ -73,10 +73,11 @@ class Ranks:
             self.store.set(done, "")  # after an error too: the others then meet it themselves
 
     def agree(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Rank 0's value, on every rank; none goes on before all have come here."""
         box = [value]
         if self.world > 1:
             dist.broadcast_object_list(box)
+            dist.barrier()
         return box[0]
 
     def sum(self, value: Tensor) -> Tensor:

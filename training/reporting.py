@@ -21,6 +21,7 @@ from training.evaluate import Evaluation
 from training.run import Progress, RunFolder
 from weights import checkpoint
 
+DRAW_EVERY = 20.0  # seconds: drawing takes half of one
 WANDB_MODES = ("online", "offline", "disabled")
 
 
@@ -54,7 +55,7 @@ class Outcome:
     status: int = 0  # of the process: 0, or 128 + the signal that ended the run
     run_dir: str = ""
     val_loss: float | None = None  # the lowest
-    overrides: str = ""
+    overrides: tuple[str, ...] = ()
     error: str = ""
 
 
@@ -67,7 +68,7 @@ class Report:
     ):
         self.folder, self.wandb_run, self.progress, self.scale, self.device = folder, wandb_run, progress, scale, device
         self.seconds: dict[str, float] = defaultdict(float)
-        self.began = self.mark = began
+        self.mark = self.drawn = began
         self.first = self.since = progress.step  # of this process; of the current log line
         self.busy = 0.0  # training seconds since the last log line
         self.samples: list[list[Any]] = []
@@ -138,10 +139,11 @@ class Report:
             self.wandb_run.log(values, step=progress.step)
 
     def saved(self) -> None:
-        """A checkpoint was written: draw what led to it."""
+        """A checkpoint was written: draw what led to it, unless that was done a moment ago."""
         self.lap("checkpoints")
-        if self.folder is not None:
+        if self.folder is not None and self.mark - self.drawn > DRAW_EVERY:
             draw_losses(self.folder)
+            self.drawn = self.mark
         self.lap("reporting")
 
     def __enter__(self) -> "Report":
@@ -150,6 +152,8 @@ class Report:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         progress = self.progress
         self.bar.close()
+        if self.folder is not None and kind is None:
+            draw_losses(self.folder)
         if self.wandb_run is not None:
             if progress.best_step >= 0:
                 self.wandb_run.summary.update({"best/val_loss": progress.best_loss, "best/step": progress.best_step})
@@ -180,8 +184,11 @@ def clock(seconds: float) -> str:
 def sweep_table(jobs: list[Outcome]) -> str:
     """The runs of a sweep, the lowest validation loss first."""
     ranked = sorted(jobs, key=lambda job: math.inf if job.val_loss is None else job.val_loss)
+    shared = set.intersection(*(set(job.overrides) for job in jobs))
     rows = [("validation loss", "run", "overrides")]
-    rows += [("failed" if job.val_loss is None else f"{job.val_loss:.4f}", job.run_dir, job.overrides) for job in ranked]
+    for job in ranked:
+        loss = "failed" if job.val_loss is None else f"{job.val_loss:.4f}"
+        rows.append((loss, job.run_dir, " ".join(override for override in job.overrides if override not in shared)))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
@@ -233,6 +240,7 @@ def start_wandb(config: WandbConfig, folder: RunFolder, progress: Progress, sett
                 f"wandb.mode={config.mode} failed ({reason}): use wandb.mode=offline, and `wandb sync` later"
             ) from None
         warnings.warn(f"wandb cannot be reached ({reason}): logging offline, `wandb sync` sends it later", stacklevel=2)
+        wandb.teardown()  # its service holds the run's id
         return start("offline")
 
 
@@ -253,7 +261,8 @@ def draw_losses(folder: RunFolder) -> None:
 
     rows = folder.read_metrics()
     curves = {key: [(row["step"], row[key]) for row in rows if row.get(key) is not None] for key in CURVES}
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5))
+    figure.subplots_adjust(left=0.1, right=0.98, bottom=0.1, top=0.94, hspace=0.08)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     for key, style in CURVES.items():
         if curves[key]:
@@ -270,6 +279,7 @@ def draw_losses(folder: RunFolder) -> None:
     for axes in (above, below):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
+    figure.align_ylabels()
     with checkpoint.writing(folder.path / "loss.png"):
         temporary = folder.path / "loss.tmp.png"
         figure.savefig(temporary, dpi=120)

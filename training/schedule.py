@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True)
 class ScheduleConfig:
-    """`cosine`: half a cosine from the peak to `final` (Loshchilov and Hutter 2017). `wsd`: warm up, stay, then go down to `final`
-    in a straight line over the last `decay_fraction` of the steps (Hägele et al. 2024)."""
+    """`cosine`: half a cosine from the peak to `final` (Loshchilov and Hutter 2017). `wsd`: warm up, stay, then go down to
+    `final` in a straight line over the last `decay_fraction` of the steps (Hägele et al. 2024)."""
 
     name: str = "cosine"
     warmup_steps: int = 100

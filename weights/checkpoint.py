@@ -47,7 +47,8 @@ def save(
         described = {"format": FORMAT, "model": asdict(model_config), **about}
         (temporary / "config.json").write_text(json.dumps(described, indent=2) + "\n")
         tokenizer.save(temporary)
-        torch.save({**trainer, "digest": digest(tensors)}, temporary / "trainer.pt")
+        with open(temporary / "trainer.pt", "wb") as file:  # opened here: torch would hide why a write fails
+            torch.save({**trainer, "digest": digest(tensors)}, file)
 
     write_folder(folder, write)
 
@@ -76,7 +77,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:120]
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        reason = getattr(cause, "strerror", None) or " ".join(str(error).split())[:120]
         raise OSError(f"{path} could not be written ({reason}): make room there, or choose another place") from error
 
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data.foreign_tokenizer import ForeignTokenizer
 from data.tokenizer import TiktokenTokenizer, Tokenizer
 from model import ModelConfig, Transformer
 from weights import load
@@ -88,8 +89,15 @@ def to_theirs(model: Transformer, config: ModelConfig, family: str) -> dict[str,
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    end = tokenizer.end_of_text
-    return {"bos_token_id": (tokenizer.prefix or [end])[0], "eos_token_id": end, "pad_token_id": end}
+    """Text begins after end-of-text here; a foreign tokenizer may have a token of its own for that, and for padding."""
+    ids = dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.end_of_text)
+    if isinstance(tokenizer, ForeignTokenizer):
+        for name in ("bos_token", "pad_token"):
+            token = tokenizer.settings.get(name)
+            spelled = token["content"] if isinstance(token, dict) else token
+            found = tokenizer.tokenizer.token_to_id(spelled) if spelled else None
+            ids[name] = ids[name] if found is None else found
+    return {f"{name}_id": token for name, token in ids.items()}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

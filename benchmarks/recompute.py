@@ -1,0 +1,103 @@
+"""What `checkpoint_activations=true` saves in memory and costs in time: one training step on a CPU, with and without.
+
+`python -m benchmarks.recompute`. Memory is the most that a step takes beside weights and optimizer state, measured where freed
+memory goes back to the system at once; time is measured apart, where it does not.
+"""
+
+import multiprocessing
+import os
+import re
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.harness import as_row, interleave, store
+from model import ModelConfig, Transformer
+from training.objective import NextTokenLoss, recompute_blocks
+from training.optimizer import OptimizerConfig, clip_gradients, make_optimizer
+
+SHAPES = {  # name: (layers, heads, d_model, vocab, context, batch)
+    "6 x 192, 8 sequences of 256": (6, 6, 192, 4096, 256, 8),
+    "12 x 256, 4 sequences of 512": (12, 4, 256, 4096, 512, 4),
+    "12 x 768 (GPT-2), 1 sequence of 1024": (12, 12, 768, 50304, 1024, 1),
+}
+
+
+def trainee(shape: tuple[int, ...], recompute: bool) -> Any:
+    n_layers, n_heads, d_model, vocab, context, batch = shape
+    torch.manual_seed(0)
+    config = ModelConfig(vocab_size=vocab, context_length=context, n_layers=n_layers, n_heads=n_heads, d_model=d_model)
+    objective = NextTokenLoss(Transformer(config))
+    if recompute:
+        recompute_blocks(objective.model)
+    optimizer = make_optimizer(OptimizerConfig(), objective.model)
+    ids = torch.randint(0, vocab, (batch, context + 1))
+
+    def step() -> None:
+        loss, n = objective(ids[:, :-1], ids[:, 1:])
+        (loss / n).backward()
+        clip_gradients(objective.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def resident(which: str) -> int:
+    """VmRSS: now; VmHWM: the most since the last reset."""
+    found = re.search(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def memory(shape: tuple[int, ...]) -> dict[str, int]:
+    found = {}
+    for name, recompute in (("kept", False), ("recomputed", True)):
+        step = trainee(shape, recompute)
+        step()
+        peaks = []
+        for _ in range(3):
+            before = resident("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")
+            step()
+            peaks.append(resident("VmHWM") - before)
+        found[name] = int(median(peaks))
+        del step
+    return found
+
+
+def answer(answers: Any, what: Any, shape: tuple[int, ...]) -> None:
+    answers.put(what(shape))
+
+
+def time(shape: tuple[int, ...]) -> Any:
+    return interleave({"kept": trainee(shape, False), "recomputed": trainee(shape, True)}, turns=5)
+
+
+def in_a_process(what: Any, shape: tuple[int, ...]) -> Any:
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    process = context.Process(target=partial(answer, answers, what, shape))
+    process.start()
+    found = answers.get(timeout=600)
+    process.join()
+    return found
+
+
+def main() -> None:
+    rows = []
+    for name, shape in SHAPES.items():
+        timings = in_a_process(time, shape)
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
+        peaks = in_a_process(memory, shape)
+        del os.environ["MALLOC_MMAP_THRESHOLD_"]
+        rows.append(as_row({"shape": name, "bytes": peaks}, timings, "kept"))
+        print(rows[-1], flush=True)
+    store("recompute", rows)
+
+
+if __name__ == "__main__":
+    main()

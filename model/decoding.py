@@ -1,0 +1,108 @@
+"""The step that writes one more token a row, compiled: a block becomes one kernel instead of some fifty calls.
+
+All blocks of a model share one compilation. It serves every length and room of the cache (both are dynamic), follows the weights
+wherever training takes them (they are arguments, not constants), and is kept on disk for the next process.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from model.cache import KVCache, LayerCache
+from model.positions import Position
+from model.transformer import Block, Transformer
+
+
+class Compiled:
+    """`model(tokens, cache)` for one token a row: (b, 1) -> (b, 1, vocab).
+
+    What cannot be compiled is run as it is, after a warning that says why.
+    """
+
+    def __init__(self, model: Transformer, kv: KVCache):
+        self.model, self.kv, self.failed = model, kv, False
+        for layer in kv.layers:
+            torch._dynamo.mark_dynamic(layer.keys, 2)
+            torch._dynamo.mark_dynamic(layer.values, 2)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        at, mask = self.model.place(1, self.kv)
+        if self.failed or mask is None:  # without a mask there is no past to read
+            return self.model(tokens, self.kv)
+        # Unbacked, not just dynamic: else a read that fills all the room would be a case of its own.
+        torch._dynamo.decorators.mark_unbacked(mask, mask.dim() - 1)
+        try:
+            logits = compiled_step()(self.model, tokens, at, mask, self.kv.layers)
+        except RuntimeError as error:  # the kinds that torch.compile raises
+            self.failed = True
+            warnings.warn(f"decoding could not be compiled and goes on without: {reason(error)}", stacklevel=2)
+            return self.model(tokens, self.kv)
+        self.kv.advance(1)
+        return logits
+
+
+def reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if line and not line.endswith("raised:")), type(error).__name__)
+
+
+def warm_up(model: Transformer, rows: int) -> float | None:
+    """Compile the step of a model in eval mode for so many rows, now: the seconds it took, or None if it cannot be compiled."""
+    started, kv = time.perf_counter(), model.new_cache(rows)
+    step = Compiled(model, kv)
+    kv.advance(1)
+    with torch.no_grad():
+        step(torch.zeros(rows, 1, dtype=torch.long, device=kv.lengths.device))
+    return None if step.failed else time.perf_counter() - started
+
+
+@cache
+def compiled_step() -> Callable[..., Tensor]:
+    """One for the process; torch keeps a program for every shape, dtype and number of rows that it meets."""
+    region = torch.compiler.nested_compile_region(run_block)
+
+    def step(model: Transformer, tokens: Tensor, at: Tensor, mask: Tensor, layers: Sequence[LayerCache]) -> Tensor:
+        x = model.transform(tokens, at, mask, layers, run=region)
+        with OneToken():
+            return model.head(x)
+
+    return torch.compile(step, fullgraph=True, dynamic=False)
+
+
+def run_block(block: Block, x: Tensor, position: Position, at: Tensor, mask: Tensor, layer: LayerCache) -> Tensor:
+    with OneToken():
+        return block(x, position, at, mask, layer)
+
+
+class OneToken(TorchFunctionMode):
+    """Writes products as multiply and reduce. One token uses each number that it reads once, so memory sets the pace; such loops
+    the compiler vectorises and fuses with what surrounds them, where a library's kernels are made to save arithmetic."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and args[0].numel() == args[0].size(-1):  # several rows share what is read: a library's case
+            func = matrix_vector
+        elif func is F.scaled_dot_product_attention:
+            func = attention
+        return func(*args, **(kwargs or {}))
+
+
+def matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear of a single row, summed in float32 at least."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = (x.to(wide).unsqueeze(-2) * weight.to(wide)).sum(dim=-1)
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, dropout_p: float, **causal: Any) -> Tensor:
+    """softmax(q k^T / sqrt(d) + mask) v: q (..., t, d) with a small t, k and v (..., s, d), summed in float32 at least."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.to(wide).unsqueeze(-2) * k.to(wide).unsqueeze(-3)).sum(dim=-1) / q.size(-1) ** 0.5
+    weights = (scores + attn_mask).softmax(dim=-1)
+    return (weights.unsqueeze(-1) * v.to(wide).unsqueeze(-3)).sum(dim=-2).to(q.dtype)

@@ -1,0 +1,142 @@
+"""The compiled step says what the model says, without being compiled twice, whatever the text, the room and the weights."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import HEADS, POSITIONS, random_ids, tiny
+
+from model import Sampling, Transformer, generate
+from model.cache import BLOCK
+from model.decoding import Compiled, OneToken, attention, compiled_step, matrix_vector, warm_up
+
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(autouse=True)
+def must_compile():
+    """A model that cannot be compiled is run as it is: here that would prove nothing."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="decoding could not be compiled")
+        yield
+
+
+@pytest.fixture
+def no_recompilation(monkeypatch):
+    monkeypatch.setattr("torch._dynamo.config.error_on_recompile", True)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Transformer:
+    """Compiled for two rows; all other tests of this module find the program ready."""
+    torch.compiler.reset()
+    model = tiny(context_length=2 * BLOCK + 8, n_kv_heads=2, qk_norm=True)
+    assert warm_up(model, rows=2) is not None
+    return model
+
+
+def difference(model: Transformer, rows: int, filled: int, room: int | None, steps: int) -> float:
+    """How far the compiled step's scores are from the model's, at most, over `steps` steps after `filled` tokens."""
+    ids, worst = random_ids(rows, filled + steps), 0.0
+    with torch.no_grad():
+        caches = [model.new_cache(rows, room) for _ in range(2)]
+        for cache in caches:
+            model(ids[:, :filled], cache)
+        step = Compiled(model, caches[0])
+        for n in range(filled, filled + steps):
+            one = ids[:, n : n + 1]
+            worst = max(worst, (step(one) - model(one, caches[1])).abs().max().item())
+        assert caches[0].longest == filled + steps and torch.equal(caches[0].lengths, caches[1].lengths)
+    return worst
+
+
+@pytest.mark.parametrize("room", [None, BLOCK, 2 * BLOCK])
+@pytest.mark.parametrize("filled", [1, BLOCK - 4, 2 * BLOCK - 4])
+def test_compiled_once_for_all_lengths_and_rooms(compiled, no_recompilation, filled, room):
+    """From one block of lengths to the next, too, and where what is read is all the room there is."""
+    steps = min(8, (room or compiled.config.context_length) - filled)
+    if steps > 0:
+        assert difference(compiled, 2, filled, room, steps) < 1e-4
+
+
+@pytest.mark.parametrize("overflow", ["slide", "stop"])
+def test_greedy_text_is_the_same(compiled, no_recompilation, overflow):
+    """Two rows of unequal length, past the end of the context."""
+    prompts = [random_ids(1, n, seed=n)[0].tolist() for n in (3, 2 * BLOCK - 10)]
+    texts = [generate(compiled, prompts, 40, sampling=GREEDY, overflow=overflow, compile=c) for c in (True, False)]
+    assert texts[0] == texts[1]
+    assert [len(text) for text in texts[0]] == [40, 40 if overflow == "slide" else 18]
+
+
+def test_follows_the_weights_through_training(compiled, no_recompilation):
+    before = {name: p.detach().clone() for name, p in compiled.named_parameters()}
+    first = difference(compiled, 2, 5, None, 3)
+    compiled.train()
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    compiled(random_ids(2, 9)).logsumexp(dim=-1).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    prompts = random_ids(2, 4).tolist()
+    texts = [generate(compiled, prompts, 20, sampling=GREEDY, compile=c) for c in (True, False)]
+    assert compiled.training and not torch.equal(before["embed.weight"], compiled.embed.weight)
+    compiled.eval()
+    with torch.no_grad():
+        for name, p in compiled.named_parameters():
+            p.copy_(before[name])
+    assert texts[0] == texts[1]
+    assert difference(compiled, 2, 5, None, 3) == first
+
+
+def test_blocks_share_one_compilation(compiled):
+    """The compiler meets a third block as it met the first: its code is as long with many layers as with two."""
+    graphs = []
+    for n_layers in (2, 6):
+        torch.compiler.reset()
+        found = []
+        monkey = torch._inductor.compile_fx.compile_fx_inner
+        def count(graph, *args, **kwargs):
+            found.append(graph)
+            return monkey(graph, *args, **kwargs)
+        graphs.append(found)
+
+
+@pytest.mark.parametrize("layout", HEADS)
+@pytest.mark.parametrize("position", POSITIONS)
+def test_rewritten_products_are_the_same(position, layout):
+    model = tiny(position=position, n_kv_heads=HEADS[layout], bias=True, dtype=torch.float64)
+    ids = random_ids(1, 9)
+    with torch.no_grad():
+        caches = [model.new_cache(1) for _ in range(2)]
+        for cache in caches:
+            model(ids[:, :5], cache)
+        for n in range(5, 9):
+            with OneToken():
+                ours = model(ids[:, n : n + 1], caches[0])
+            torch.testing.assert_close(ours, model(ids[:, n : n + 1], caches[1]), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_lose_nothing(dtype):
+    """Summed in float32 at least: off by no more than the rounding of the result."""
+    x, weight, bias = (torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype) for shape in ((1, 1, 500), (30, 500), (30,)))
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(matrix_vector(x, weight, bias), exact.to(dtype))
+
+
+def test_no_compiler_is_told_and_decoding_goes_on_without(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nonexistent/c++",))
+    torch.compiler.reset()
+    model, prompts = tiny(), random_ids(2, 5).tolist()
+    with pytest.warns(UserWarning, match="could not be compiled and goes on without: .*compiler") as told:
+        text = generate(model, prompts, 9, sampling=GREEDY, compile=True)
+        assert warm_up(model, 2) is None
+    assert len(told) == 2 and all("\n" not in str(warning.message) for warning in told)
+    assert text == generate(model, prompts, 9, sampling=GREEDY)
+
+
+def test_compiling_is_for_the_cached_step():
+    with pytest.raises(ValueError, match="leave use_cache=False out"):
+        generate(tiny(), [[1]], 2, use_cache=False, compile=True)
