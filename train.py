@@ -27,8 +27,10 @@ from training.flops import flops_per_token, matmul_peak
 from training.objective import NextTokenLoss, recompute_blocks
 from training.optimizer import clip_gradients, make_optimizer, set_learning_rate
 from training.plan import REMEDY, make_plan, prediction, timed, update
+from training.plan_ranks import rank_plans
 from training.ranks import LOST, Ranks, callable_in_parts, lost_a_rank
-from training.reporting import Outcome, Report, Scale, check_wandb, start_wandb, sweep_table
+from training.reporting import Report, Scale, check_wandb, start_wandb
+from training.results import Outcome, sweep_table
 from training.run import StopRequest, named_optimizer_state, open_folder
 from training.schedule import learning_rate_share
 from training.start import Start, with_vocabulary
@@ -43,7 +45,8 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
     compute_alike(device, config.compile)
     reuse_memory()
     precision = Precision(device, choose_dtype(config.dtype, device))
-    micro_batch_size = check_batch(config.batch_size, config.micro_batch_size, ranks.world)
+    planned = Ranks(world=config.plan_ranks) if config.dry_run and config.plan_ranks else ranks
+    micro_batch_size = check_batch(config.batch_size, config.micro_batch_size, planned.world)
     check_wandb(config.wandb)
     if config.parallel == "fsdp" and ranks.world == 1:
         say("parallel=fsdp is ignored: this is the only process (torchrun --nproc_per_node=N starts N)", file=sys.stderr)
@@ -58,12 +61,15 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
     tokenizer, context = corpus.tokenizer, config.model.context_length
     config = replace(config, model=with_vocabulary(config.model, tokenizer))
     validation = Windows(corpus.val, context, seed=None)
-    batches = Batches(Windows(corpus.train, context, config.seed), config.batch_size, micro_batch_size, ranks, device)
+    batches = Batches(Windows(corpus.train, context, config.seed), config.batch_size, micro_batch_size, planned, device)
 
     if config.dry_run:
         plan = make_plan(config.model, config.optimizer, batches, precision, config.checkpoint_activations, config.steps)
         say(plan)
-        if not plan.fits:
+        if planned.world > 1:
+            plans = rank_plans(config.model, config.optimizer, batches, precision, config.checkpoint_activations)
+            say(*plans.values(), sep="\n")
+        if planned is not ranks or ranks.highest(int(not plan.fits)):
             return Outcome()
 
     model = start.model(config.model, config.seed)
@@ -85,11 +91,11 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
     optimizer = make_optimizer(config.optimizer, model)
     start.restore(optimizer, model, precision)
     if config.dry_run:
-        step = timed(lambda: update(wrapped, optimizer, batches.at(0)[0], ranks, precision))
+        step = timed(lambda: update(wrapped, optimizer, batches.at(0)[0], ranks, precision), ranks)
         windows = min(len(validation), config.eval_windows or len(validation))
         part = min(windows, 2 * micro_batch_size)
         evaluations = -(-config.steps // (config.eval_every or config.steps))
-        say(prediction(config.steps, step, evaluations, timed(lambda: evaluation(part)) * windows / part, device))
+        say(prediction(config.steps, step, evaluations, timed(lambda: evaluation(part), ranks) * windows / part, device))
         return Outcome()
 
     with (
@@ -182,6 +188,7 @@ def run_job(composed: DictConfig, ranks: Ranks, jobs: list[Outcome]) -> None:
     if outcome.error:
         print(f"error: {outcome.error}", file=sys.stderr)
     if outcome.status:
+        ranks.stop()
         sys.exit(outcome.status)
     jobs.append(replace(outcome, overrides=tuple(overrides or ())))
 

@@ -13,7 +13,7 @@ from configs.schema import GROUPS, TrainConfig
 from data.tokenizer import Tokenizer, TokenizerConfig
 from model import ModelConfig
 
-LIVE = ("resume", "overwrite", "dry_run", "eval_only")  # about this command, not about the run
+LIVE = ("resume", "overwrite", "dry_run", "plan_ranks", "eval_only")  # about this command, not about the run
 OPEN = ("model.dropout", "model.context_length")  # what may be set of a model that comes from a file
 
 

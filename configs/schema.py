@@ -13,7 +13,7 @@ from training.reporting import WandbConfig
 from training.schedule import ScheduleConfig
 
 PARALLEL = ("ddp", "fsdp")
-COUNTS: tuple[str, ...] = ("steps", "batch_size", "micro_batch_size", "keep_checkpoints", "eval_windows")
+COUNTS: tuple[str, ...] = ("steps", "batch_size", "micro_batch_size", "keep_checkpoints", "eval_windows", "plan_ranks")
 COUNTS += tuple(f"{what}_every" for what in ("log", "eval", "save", "sample"))
 
 
@@ -48,6 +48,7 @@ class TrainConfig:
     init_from: str | None = None  # a run, a checkpoint, a Hugging Face folder or hub name to start the weights from
     eval_only: bool = False
     dry_run: bool = False
+    plan_ranks: int | None = None  # dry_run: for so many ranks, whatever this machine has
     parallel: str = "ddp"  # over several processes (torchrun): ddp copies the model, fsdp spreads it
     checkpoint_activations: bool = False  # keep only the blocks' inputs for the backward pass, compute the rest again
 

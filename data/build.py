@@ -67,9 +67,7 @@ class Builder:
     ) -> None:
         self.folder, self.tokenizer, self.pool, self.progress, self.shown = folder, tokenizer, pool, progress, shown
         self.dtype = token_dtype(tokenizer.n_vocab)
-        self.writers = {
-            split: TokenWriter(folder, split, self.dtype, progress["n_tokens"][split]) for split in ("train", "val")
-        }
+        self.writers = {split: TokenWriter(folder, split, self.dtype, progress["n_tokens"][split]) for split in ("train", "val")}
 
     def add(self, source: Source, split: str, limit: int | None) -> None:
         """Tokenise a source, up to `limit` tokens, into that split; documents chosen for validation go to val."""

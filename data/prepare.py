@@ -117,8 +117,7 @@ def load(folder: Path, reused: bool) -> Corpus:
     made = json.loads((folder / SIDECAR).read_text())
     tokenizer = load_tokenizer(folder / "tokenizer")
     train, val = (
-        TokenFile(folder, split, token_dtype(tokenizer.n_vocab), **made[split], shard=made["shard"])
-        for split in ("train", "val")
+        TokenFile(folder, split, token_dtype(tokenizer.n_vocab), **made[split], shard=made["shard"]) for split in ("train", "val")
     )
     return Corpus(tokenizer, train, val, folder, reused)
 

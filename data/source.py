@@ -115,6 +115,4 @@ def cell(row: dict[str, Any], column: str, where: str) -> str:
 
 
 def no_column(column: str, columns: list[str], where: str) -> ValueError:
-    return ValueError(
-        f"{where} has no column data.text_column={column}: set it to one of {', '.join(columns) or '(none)'}"
-    )
+    return ValueError(f"{where} has no column data.text_column={column}: set it to one of {', '.join(columns) or '(none)'}")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from runs import command, configured, tiny
+from tiny_runs import command, configured, tiny
 
 from configs.compose import explain
 from configs.schema import GROUPS, TrainConfig
@@ -129,8 +129,7 @@ def test_values_that_do_not_fit_the_data_are_told_before_a_step(tmp_path):
 
 def test_a_tiny_validation_split_gives_a_finite_loss_or_a_message(tmp_path):
     (tmp_path / "text.txt").write_text("a few hundred bytes of text, over and over. " * 9)
-    arguments = tiny(tmp_path, "data.val_fraction=0.01", "model.context_length=32", "eval_every=2", "batch_size=8", f"run_dir={tmp_path}/run")
-    failed = command(*arguments)
+    failed = command(*tiny(tmp_path, "data.val_fraction=0.01", "model.context_length=32", f"run_dir={tmp_path}/run"))
     assert (failed.status, "val_fraction" in failed.last) == (1, True), failed.last
     assert not (tmp_path / "run").exists()
 

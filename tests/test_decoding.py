@@ -5,11 +5,14 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import HEADS, POSITIONS, random_ids, tiny
+from torch._dynamo.utils import counters
 
-from model import Sampling, Transformer, generate
+from model import Sampling, Transformer, generate, stream
+from model.ahead import Ahead
 from model.cache import BLOCK
-from model.decoding import Compiled, OneToken, attention, compiled_step, matrix_vector, warm_up
+from model.decoding import Compiled, OneToken, matrix_vector, warm_up
+from model.generation import Writer
+from tests.tiny_models import HEADS, POSITIONS, random_ids, tiny
 
 GREEDY = Sampling(temperature=0)
 
@@ -88,19 +91,6 @@ def test_follows_the_weights_through_training(compiled, no_recompilation):
     assert difference(compiled, 2, 5, None, 3) == first
 
 
-def test_blocks_share_one_compilation(compiled):
-    """The compiler meets a third block as it met the first: its code is as long with many layers as with two."""
-    graphs = []
-    for n_layers in (2, 6):
-        torch.compiler.reset()
-        found = []
-        monkey = torch._inductor.compile_fx.compile_fx_inner
-        def count(graph, *args, **kwargs):
-            found.append(graph)
-            return monkey(graph, *args, **kwargs)
-        graphs.append(found)
-
-
 @pytest.mark.parametrize("layout", HEADS)
 @pytest.mark.parametrize("position", POSITIONS)
 def test_rewritten_products_are_the_same(position, layout):
@@ -119,7 +109,8 @@ def test_rewritten_products_are_the_same(position, layout):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_lose_nothing(dtype):
     """Summed in float32 at least: off by no more than the rounding of the result."""
-    x, weight, bias = (torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype) for shape in ((1, 1, 500), (30, 500), (30,)))
+    draw = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=draw).to(dtype) for shape in ((1, 1, 500), (30, 500), (30,)))
     exact = F.linear(x.double(), weight.double(), bias.double())
     torch.testing.assert_close(matrix_vector(x, weight, bias), exact.to(dtype))
 
@@ -140,3 +131,45 @@ def test_no_compiler_is_told_and_decoding_goes_on_without(monkeypatch, tmp_path)
 def test_compiling_is_for_the_cached_step():
     with pytest.raises(ValueError, match="leave use_cache=False out"):
         generate(tiny(), [[1]], 2, use_cache=False, compile=True)
+
+
+@pytest.mark.parametrize("overflow", ["slide", "stop"])
+@pytest.mark.parametrize("position", POSITIONS)
+def test_several_steps_ahead_are_the_steps_one_by_one(monkeypatch, position, overflow):
+    """As on CUDA, where the steps are recorded, too: rows that end early, that slide, whose own text has a say."""
+    model, steps = tiny(position=position, context_length=40), []
+    prompts = [random_ids(1, n, seed=n)[0].tolist() for n in (30, 1, 12)]
+    sampling = Sampling(top_k=20, repetition_penalty=1.3)
+    for writer in (Writer, Ahead):
+        monkeypatch.setattr("model.generation.Writer", writer)
+        steps.append(list(stream(model, prompts, 70, sampling=sampling, stop_ids=[7], overflow=overflow)))
+    reasons = {reason for step in steps[0] for reason in step.ended}
+    assert reasons == {None, "stop", "length" if overflow == "slide" else "context"}
+    for one, other in zip(*steps, strict=True):
+        assert (one.ids, one.ended) == (other.ids, other.ended)
+        active = [r for r, token in enumerate(one.ids) if token is not None]
+        assert torch.equal(one.logits[active], other.logits[active])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("position", POSITIONS)
+def test_every_architecture(position, rows, no_recompilation):
+    torch.compiler.reset()
+    for layout, dtype, most in (("mha", torch.float32, 1e-4), ("gqa", torch.float64, 1e-10), ("mqa", torch.bfloat16, 0.5)):
+        model = tiny(context_length=2 * BLOCK, position=position, n_kv_heads=HEADS[layout], bias=rows == 1, dtype=dtype)
+        with torch.no_grad():
+            assert warm_up(model, rows) is not None
+        assert difference(model, rows, BLOCK - 3, None, 6) < most
+
+
+@pytest.mark.slow
+def test_blocks_share_one_compilation():
+    """What the compiler is given grows by one call a block."""
+    captured = []
+    for n_layers in (2, 5):
+        torch.compiler.reset()
+        before = counters["stats"]["calls_captured"]
+        assert warm_up(tiny(n_layers=n_layers), 1) is not None
+        captured.append(counters["stats"]["calls_captured"] - before)
+    assert captured[1] - captured[0] == 3

@@ -383,7 +383,7 @@ def test_an_interrupted_preparation_goes_on_where_it_stopped(tmp_path, monkeypat
     put(tmp_path / "notes" / "0100.txt", ENGLISH * 3)  # interrupted inside a document of several pieces, too
     whole = Prepared(tmp_path / "other")(tmp_path / "notes")
     prepared, written = Prepared(tmp_path), []
-    while True:
+    for _ in range(50):
         pid = in_a_child(lambda: (kill_at_event(45, tmp_path / "cache"), prepared(tmp_path / "notes")))
         if os.waitpid(pid, 0)[1] == 0:
             break

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_group import Team, free_port, on_ranks
 
 import train
 from configs.schema import TrainConfig
@@ -26,6 +25,7 @@ from data.prepare import prepare
 from data.source import DataConfig
 from data.tokenizer import TokenizerConfig
 from model import ModelConfig, Transformer, generate
+from tests.rank_group import Team, free_port, on_ranks
 from training.evaluate import evaluate
 from training.objective import IGNORED, NextTokenLoss
 from training.optimizer import OptimizerConfig, clip_gradients, make_optimizer
@@ -369,7 +369,7 @@ def test_a_rank_that_dies_ends_the_others_and_leaves_the_last_checkpoint_good(te
     status, printed = told(process, seconds=40)
     assert status != 0
     assert re.search(rf"rank +: {rank} .*\n +exitcode +: -9", printed)
-    assert printed.count("error: ") <= 1 and "Traceback (most recent call last):\n  File \"train" not in printed
+    assert printed.count("error: ") <= 1 and 'Traceback (most recent call last):\n  File "train' not in printed
     saved = checkpoint.read_trainer(checkpoint.find(text / "run"))["progress"]["step"]
     status, printed = told(torchrun(text, "resume=auto", f"steps={saved + 1}", launcher=TWO), seconds=90)
     assert status == 0 and f"going on from step {saved}" in printed, printed

@@ -37,7 +37,9 @@ def test_the_readme_shows_both_programs():
 @pytest.mark.parametrize("words", commands("train.py"), ids=" ".join)
 def test_every_train_command_composes(words):
     register()
-    overrides = [re.sub(r"=([^=,\[\]]+),.*$", r"=\1", word) for word in words if word not in ("-m", "--multirun")]  # a sweep's first
+    overrides = [
+        re.sub(r"=([^=,\[\]]+),.*$", r"=\1", word) for word in words if word not in ("-m", "--multirun")
+    ]  # a sweep's first
     with initialize_config_dir(str(ROOT / "configs"), version_base=None):
         assert isinstance(OmegaConf.to_object(compose("train", overrides)), TrainConfig)
 

@@ -4,8 +4,8 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from runs import command, configured, contents, differing, finished, metrics, state, tiny, trained
 from safetensors.torch import load_file, save_file
+from tiny_runs import command, configured, contents, differing, finished, metrics, state, tiny, trained
 
 STEPS = 7
 KINDS = {

@@ -6,22 +6,19 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from runs import command, contents, differing, finished, metrics, state, tiny
+from nursery import Nursery
+from tiny_runs import command, contents, differing, finished, metrics, state, tiny
 
 from training.ranks import Ranks
 from training.run import Progress, StopRequest, dated
 from training.update import NonFinite, Precision, require_finite
 from weights import checkpoint
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +96,7 @@ def test_a_place_that_cannot_be_written_is_named(folder, where):
 
 def test_what_fails_before_the_first_step_leaves_no_folder(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for wrong in ("device=cuda", "model.vocab_size=100", "model.context_length=100000", "micro_batch_size=3", "data.path=nowhere.txt"):
+    for wrong in ("device=cuda", "model.vocab_size=100", "model.context_length=100000", "micro_batch_size=3", "data.path=no.txt"):
         assert command(*tiny(folder, wrong)).status == 1, wrong
     assert not (tmp_path / "runs").exists()
 
@@ -206,57 +203,35 @@ def test_progress():
     assert [progress.improved(loss) for loss in (2.0, 3.0, float("nan"), 2.0, 1.0)] == [True, False, False, False, True]
 
 
-class Process:
-    """`python train.py ...` as a process of its own."""
-
-    def __init__(self, *arguments: str):
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        line = [sys.executable, "train.py", *arguments]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-
-    def until(self, text: str) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if text in line:
-                return
-        raise AssertionError(self.process.communicate()[1])
-
-    def tell(self, *signals: int, pause: float = 0.2) -> tuple[int, float, str]:
-        """Exit status, seconds that it took, and stderr."""
-        began = time.monotonic()
-        for number in signals:
-            self.process.send_signal(number)
-            time.sleep(pause if len(signals) > 1 else 0)
-        _, err = self.process.communicate(timeout=60)
-        return self.process.returncode, time.monotonic() - began, err
-
-    def left_over(self) -> bool:
-        try:
-            os.killpg(self.process.pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
+def alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_signals(folder, tmp_path):
     """SIGTERM and SIGINT: the step is finished and saved. SIGINT twice: it ends at once, and nothing is harmed."""
-    long = tiny(folder, "steps=1000000", "eval_every=null", "log_every=1", "wandb.mode=offline")
-    runs = [tmp_path / name for name in ("term", "int", "twice")]
-    processes = [Process(*long, f"run_dir={run}", "save_every=5") for run in runs]
-    for process in processes:
-        process.until("step      20/")
-    for process, run, signals, status in zip(
-        processes, runs, ([signal.SIGTERM], [signal.SIGINT], [signal.SIGINT] * 2), (143, 130, 130), strict=True
-    ):
-        returned, seconds, err = process.tell(*signals, pause=0.0)
-        assert returned == status
-        assert seconds < 30
-        assert "Traceback" not in err
-        assert not process.left_over()
-        step = state(run)["progress step"]
-        assert step >= 20
-        if run.name != "twice":
-            assert f"stopped at step {step}, saved: python train.py resume={run} goes on" in err
-            assert [row["step"] for row in metrics(run)][-1] == step
-        finished(f"resume={run}", f"steps={step + 1}", "wandb.mode=disabled")
+    long = tiny(folder, "steps=1000000", "eval_every=null", "save_every=5", "wandb.mode=offline")
+    told = {"term": [signal.SIGTERM], "int": [signal.SIGINT], "twice": [signal.SIGINT, signal.SIGINT]}
+    with Nursery() as nursery:
+        for name, signals in told.items():
+            run, err = tmp_path / name, tmp_path / f"{name}.err"
+            process = nursery.start(*long, f"run_dir={run}", err=err)
+            while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 20:
+                os.kill(process, 0)
+                time.sleep(0.01)
+            for number in signals:
+                os.killpg(process, number)  # as a terminal or Slurm does: wandb's own process hears it, too
+            began = time.monotonic()
+            assert nursery.ended(process) == 128 + signals[0]
+            assert time.monotonic() - began < 30
+            assert not alive(process)
+            step = state(run)["progress step"]
+            assert step >= 20
+            assert "Traceback" not in err.read_text()
+            if name != "twice":
+                assert err.read_text().splitlines()[-1] == f"stopped at step {step}, saved: python train.py resume={run} goes on"
+                assert metrics(run)[-1]["step"] == step
+            finished(f"resume={run}", f"steps={step + 1}", "wandb.mode=disabled")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import command, configured, contents, differing, finished, metrics, state, tiny, trained, write_text
+from tiny_runs import command, configured, contents, differing, finished, metrics, state, tiny, trained
 
 from data.batches import Windows
 from data.prepare import prepare
@@ -82,7 +82,7 @@ def test_evaluation_moves_no_dice_and_no_weights(done, folder):
 
 def evaluated(*arguments):
     shown = finished(*arguments, "eval_only=true", "device=cpu", "dtype=float32")
-    found = re.search(r"validation loss ([\d.]+) \| perplexity [\d.]+ \| ([\d.]+) bits per byte \| ([\d,]+) validation tokens", shown.out)
+    found = re.search(r"validation loss ([\d.]+) \| perplexity [\d.]+ \| [\d.]+ bits per byte \| [\d,]+ validation", shown.out)
     assert found, shown.out
     return float(found[1])
 
@@ -189,7 +189,7 @@ def test_no_compiler_is_told_and_the_run_goes_on_without(folder, tmp_path, monke
 
 @pytest.mark.slow
 def test_a_compiled_run_goes_on_as_if_it_had_never_stopped(folder, tmp_path):
-    settings = ["compile=true", "model.dropout=0.2", "steps=6", "save_every=1", "keep_checkpoints=6", "batch_size=8", "micro_batch_size=4"]
+    settings = ["compile=true", "model.dropout=0.2", "steps=6", "save_every=1", "keep_checkpoints=6", "micro_batch_size=2"]
     config = configured(*tiny(folder, *settings, f"run_dir={tmp_path}/a"))
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

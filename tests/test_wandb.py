@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from runs import command, finished, metrics, tiny
+from tiny_runs import command, finished, metrics, tiny
 
 from training.reporting import WandbConfig, check_wandb, logged_in
 
@@ -55,7 +55,8 @@ def logged(file: list, key: str) -> list[tuple]:
 
 def test_an_offline_run_holds_all_and_keeps_its_id_when_it_goes_on(tmp_path):
     run = tmp_path / "run"
-    finished(*tiny(tmp_path, f"run_dir={run}", "wandb.mode=null", "wandb.project=pets", "steps=4", "sample_every=2", "prompt=one"))
+    settings = ["wandb.mode=null", "wandb.project=pets", "steps=4", "sample_every=2", "prompt=one"]
+    finished(*tiny(tmp_path, f"run_dir={run}", *settings))
     finished(f"resume={run}", "steps=6", "optimizer.lr=1e-3")
     first, second = records(run)
 

@@ -17,9 +17,8 @@ def check_batch(batch_size: int, micro_batch_size: int | None, world: int) -> in
     share = batch_size // world
     micro = share if micro_batch_size is None else micro_batch_size
     if micro > share or share % micro:
-        raise ValueError(
-            f"micro_batch_size={micro} does not divide the {share} sequences of each rank (batch_size={batch_size}, {world} rank(s))"
-        )
+        whole = f"batch_size={batch_size} over {world} rank(s)"
+        raise ValueError(f"micro_batch_size={micro} does not divide the {share} sequences of each rank, {whole}: use a divisor")
     return micro
 
 

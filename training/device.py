@@ -50,8 +50,8 @@ def compute_alike(device: torch.device, compiled: bool) -> None:
 
 
 def reuse_memory() -> None:
-    """Have glibc keep what a step frees for the next step: handing it back to the kernel and asking again costs a small model on a
-    CPU a tenth of its time in page faults."""
+    """Have glibc keep what a step frees for the next step: handing it back to the kernel and asking again costs a small model
+    on a CPU a tenth of its time in page faults."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(M_MMAP_MAX, 0)

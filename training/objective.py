@@ -10,9 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from model import Transformer
 
 IGNORED = -100  # a target that counts nowhere
-WHOLE = (
-    1 << 25
-)  # logits up to this many are held at once (128 MB in float32); beyond, the head runs over chunks of tokens
+WHOLE = 1 << 25  # logits up to this many are held at once (128 MB in float32); beyond, the head runs over chunks of tokens
 
 
 class NextTokenLoss(nn.Module):

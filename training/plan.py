@@ -41,6 +41,7 @@ class Plan:
     tokens: int  # over the whole run
     epochs: float
     flops: float  # over the whole run
+    passing: int  # bytes: activations and logits, when they are most
     cache: int  # bytes a token and row of the KV cache, in float32
     free: int  # bytes that this device can still give
 
@@ -74,13 +75,19 @@ def rows(title: str, parts: dict[str, int], spelled: Callable[[int], str]) -> li
 
 
 def make_plan(
-    config: ModelConfig, optimizer: OptimizerConfig, batches: Batches, precision: Precision, recompute: bool, steps: int
+    config: ModelConfig,
+    optimizer: OptimizerConfig,
+    batches: Batches,
+    precision: Precision,
+    recompute: bool,
+    steps: int,
+    weights: torch.dtype = torch.float32,
 ) -> Plan:
-    """Memory is that of one device, the rest that of all."""
+    """Memory is that of one device, whose weights have this dtype; the rest is that of all."""
     shapes = FakeTensorMode()
     with shapes, Allocations(config.vocab_size) as seen:
         with torch.device(precision.device):
-            model = Transformer(config)
+            model = Transformer(config).to(weights)
         seen.are("weights", model.parameters())
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(lambda p: seen.are("gradients", [p.grad]))
@@ -89,6 +96,7 @@ def make_plan(
         objective, updates = NextTokenLoss(model), make_optimizer(optimizer, model)
         batch = torch.zeros(batches.micro, config.context_length, dtype=torch.long, device=precision.device)
         for _ in range(2):  # the optimizer's state comes into being in the first
+            seen.passing = 0
             update(objective, updates, [(batch, batch)] * (batches.share // batches.micro), Ranks(), precision)
             seen.are("optimizer", tree_leaves(list(updates.state.values())))
     parameters = Counter[str]()
@@ -100,7 +108,7 @@ def make_plan(
     cache = 2 * config.n_layers * config.kv_heads * config.head_width * 4
     flops = tokens * flops_per_token(model)
     epochs, free = sequences / len(batches.windows), available(precision.device)
-    return Plan(dict(parameters), memory, resident(), tokens, epochs, flops, cache, free)
+    return Plan(dict(parameters), memory, resident(), tokens, epochs, flops, seen.passing, cache, free)
 
 
 def update(
@@ -117,11 +125,12 @@ def update(
     optimizer.zero_grad(set_to_none=True)
 
 
-def timed(work: Callable[[], Any], budget: float = 10.0) -> float:
-    """Median seconds, after one call to warm up: of at least 3 calls, and of as many as the budget (in seconds) allows."""
+def timed(work: Callable[[], Any], ranks: Ranks, budget: float = 10.0) -> float:
+    """Median seconds, after one call to warm up: of at least 3 calls, and of as many as the budget (in seconds) allows. All ranks
+    make as many."""
     work()
     seconds: list[float] = []
-    while len(seconds) < 3 or sum(seconds) < budget:
+    while ranks.highest(int(len(seconds) < 3 or sum(seconds) < budget)):
         began = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - began)
@@ -148,7 +157,7 @@ class Allocations(TorchDispatchMode):
     def __init__(self, vocab: int | None):
         super().__init__()
         self.vocab, self.kinds = vocab, weakref.WeakKeyDictionary[Any, list[str]]()
-        self.live, self.peak = Counter[str](), dict[str, int]()
+        self.live, self.peak, self.passing = Counter[str](), dict[str, int](), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -161,6 +170,7 @@ class Allocations(TorchDispatchMode):
         self.kinds[storage] = is_now = [kind]
         size = storage.nbytes()
         self.live[kind] += size
+        self.passing = max(self.passing, self.live["activations"] + self.live["logits"])
         weakref.finalize(storage, lambda: self.live.subtract({is_now[0]: size}))
         if sum(self.live.values()) > sum(self.peak.values()):
             self.peak = {kind: size for kind, size in self.live.items() if size}

@@ -37,9 +37,7 @@ class Ranks:
             return cls()
         store, rank, world = next(dist.rendezvous("env://"))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(
-            backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world, timeout=PATIENCE
-        )
+        dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world, timeout=PATIENCE)
         return cls(rank, world, int(os.environ.get("LOCAL_RANK", 0)), store)
 
     @property
@@ -48,7 +46,9 @@ class Ranks:
         return self.rank == 0
 
     def stop(self) -> None:
+        """Leave together: launchers end the other ranks when one has left because of a signal, and rank 0 may be saving."""
         if self.store is not None:
+            self.highest(0)
             dist.destroy_process_group()
 
     def first_to_fail(self) -> bool:
@@ -76,8 +76,8 @@ class Ranks:
         """Rank 0's value, on every rank; none goes on before all have come here."""
         box = [value]
         if self.world > 1:
-            dist.broadcast_object_list(box)
-            dist.barrier()
+            dist.broadcast_object_list(box, device=torch.device("cpu"))
+            self.highest(0)
         return box[0]
 
     def sum(self, value: Tensor) -> Tensor:
@@ -137,11 +137,8 @@ def shard(objective: NextTokenLoss, world: int, device: torch.device, dtype: tor
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if dtype == torch.float16:
-        raise ValueError(
-            "dtype=float16 needs its loss scaled, which parallel=fsdp does not do: use bfloat16, or parallel=ddp"
-        )
-    mixed = device.type == "cuda" and dtype == torch.bfloat16
-    policy = MixedPrecisionPolicy(dtype, torch.float32) if mixed else MixedPrecisionPolicy()
+        raise ValueError("dtype=float16 needs its loss scaled, which parallel=fsdp does not do: use bfloat16, or parallel=ddp")
+    policy = MixedPrecisionPolicy(dtype, torch.float32) if dtype == torch.bfloat16 else MixedPrecisionPolicy()
     mesh = init_device_mesh(device.type, (world,))
     for part in (*objective.model.blocks, objective):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)

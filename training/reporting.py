@@ -1,7 +1,6 @@
-"""What a run tells: a line and a progress bar for people, metrics.jsonl, wandb and loss.png for later."""
+"""What a run tells while it goes on: a line and a progress bar for people, metrics.jsonl and wandb for later."""
 
 import importlib.util
-import math
 import os
 import resource
 import secrets
@@ -18,8 +17,8 @@ import torch
 from tqdm import tqdm
 
 from training.evaluate import Evaluation
+from training.results import draw_losses
 from training.run import Progress, RunFolder
-from weights import checkpoint
 
 DRAW_EVERY = 20.0  # seconds: drawing takes half of one
 WANDB_MODES = ("online", "offline", "disabled")
@@ -46,17 +45,6 @@ class Scale:
     tokens_per_step: int
     flops_per_token: float
     peak: float  # FLOP/s of a plain matrix product, over all ranks
-
-
-@dataclass
-class Outcome:
-    """Of a run, which may be one of a sweep."""
-
-    status: int = 0  # of the process: 0, or 128 + the signal that ended the run
-    run_dir: str = ""
-    val_loss: float | None = None  # the lowest
-    overrides: tuple[str, ...] = ()
-    error: str = ""
 
 
 class Report:
@@ -181,18 +169,6 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def sweep_table(jobs: list[Outcome]) -> str:
-    """The runs of a sweep, the lowest validation loss first."""
-    ranked = sorted(jobs, key=lambda job: math.inf if job.val_loss is None else job.val_loss)
-    shared = set.intersection(*(set(job.overrides) for job in jobs))
-    rows = [("validation loss", "run", "overrides")]
-    for job in ranked:
-        loss = "failed" if job.val_loss is None else f"{job.val_loss:.4f}"
-        rows.append((loss, job.run_dir, " ".join(override for override in job.overrides if override not in shared)))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-
-
 def check_wandb(config: WandbConfig) -> None:
     """Raise ValueError for a mode that cannot work here, before anything is read or written."""
     if config.mode in ("online", "offline") and importlib.util.find_spec("wandb") is None:
@@ -253,41 +229,3 @@ def logged_in() -> bool:
         return netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, NetrcParseError):
         return False
-
-
-def draw_losses(folder: RunFolder) -> None:
-    """loss.png: train and validation loss over steps, the learning rate below."""
-    from matplotlib.figure import Figure  # heavy
-
-    rows = folder.read_metrics()
-    curves = {key: [(row["step"], row[key]) for row in rows if row.get(key) is not None] for key in CURVES}
-    figure = Figure(figsize=(8, 5))
-    figure.subplots_adjust(left=0.1, right=0.98, bottom=0.1, top=0.94, hspace=0.08)
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
-    for key, style in CURVES.items():
-        if curves[key]:
-            name = key.replace("/", " ")
-            if key == "val/loss":
-                name = f"validation loss, lowest {min(loss for _, loss in curves[key]):.3f}"
-            (below if key == "train/lr" else above).plot(*zip(*curves[key], strict=True), label=name, **style)
-    above.set_ylabel("loss (nats a token)")
-    above.set_title(folder.path.name, fontsize="medium")
-    above.legend(frameon=False)
-    below.set_ylabel("learning rate")
-    below.set_ylim(bottom=0)
-    below.set_xlabel("step")
-    for axes in (above, below):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.align_ylabels()
-    with checkpoint.writing(folder.path / "loss.png"):
-        temporary = folder.path / "loss.tmp.png"
-        figure.savefig(temporary, dpi=120)
-        temporary.replace(folder.path / "loss.png")
-
-
-CURVES: dict[str, dict[str, Any]] = {
-    "train/loss": {"lw": 1, "color": "#7aa6c2"},
-    "val/loss": {"lw": 1.5, "marker": "o", "ms": 4, "color": "#c2512f"},
-    "train/lr": {"lw": 1, "color": "#555555"},
-}

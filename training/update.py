@@ -63,9 +63,7 @@ def require_finite(loss: float, norm: float, step: int, scaler: torch.amp.GradSc
     if math.isfinite(loss) and (math.isfinite(norm) or (scaler.is_enabled() and scaler.get_scale() > 1)):
         return
     what, cause = (
-        ("loss", "the forward pass overflowed")
-        if not math.isfinite(loss)
-        else ("gradient", "the backward pass overflowed")
+        ("loss", "the forward pass overflowed") if not math.isfinite(loss) else ("gradient", "the backward pass overflowed")
     )
     raise NonFinite(
         f"step {step + 1}: the {what} is not finite (loss {loss:.4g}, gradient norm {norm:.4g}): {cause}; the weights were not "

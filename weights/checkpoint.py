@@ -183,14 +183,14 @@ def read_weights(path: Path, device: torch.device | str = "cpu") -> dict[str, Te
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             names = file.keys()
-            return {strip(name): file.get_tensor(name) for name in names}
+            return {bare(name): file.get_tensor(name) for name in names}
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing: use another checkpoint of the run") from None
     except (SafetensorError, OSError) as error:
         raise ValueError(damaged(path, error)) from None
 
 
-def strip(name: str) -> str:
+def bare(name: str) -> str:
     while prefix := next((p for p in PREFIXES if name.startswith(p)), None):
         name = name.removeprefix(prefix)
     return name.replace("._orig_mod.", ".")
