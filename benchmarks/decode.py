@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from benchmarks.harness import RESULTS, as_row, interleave, store
@@ -39,7 +39,7 @@ THEIRS, EAGER, COMPILED = "transformers", "sprout", "sprout --compile"
 RATIO = f"times as fast as {THEIRS}"
 
 
-def pair(shape: dict[str, Any], dtype: torch.dtype, device: str) -> tuple[Transformer, PreTrainedModel]:
+def pair(shape: dict[str, Any], dtype: torch.dtype, device: str) -> tuple[Transformer, Any]:
     """A model with random weights, and the same one in transformers."""
     torch.manual_seed(0)
     ours = Transformer(ModelConfig(**shape)).eval()
@@ -52,9 +52,7 @@ def pair(shape: dict[str, Any], dtype: torch.dtype, device: str) -> tuple[Transf
     return ours.to(device, dtype), theirs.to(device, dtype)
 
 
-def continuations(
-    ours: Transformer, theirs: PreTrainedModel, prompts: torch.Tensor
-) -> dict[str, Callable[[int], list[list[int]]]]:
+def continuations(ours: Transformer, theirs: Any, prompts: torch.Tensor) -> dict[str, Callable[[int], list[list[int]]]]:
     """How each of the three continues the prompts (b, t) by n tokens."""
     rows, greedy = prompts.tolist(), Sampling(temperature=0)
     options = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "pad_token_id": 0}

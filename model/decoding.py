@@ -39,7 +39,7 @@ class Compiled:
         # Unbacked, not just dynamic: else a read that fills all the room would be a case of its own.
         torch._dynamo.decorators.mark_unbacked(mask, mask.dim() - 1)
         try:
-            logits = compiled_step()(self.model, tokens, at, mask, self.kv.layers)
+            logits = compiled_step()(self.model, tokens.contiguous(), at, mask, self.kv.layers)
         except RuntimeError as error:  # the kinds that torch.compile raises
             self.failed = True
             warnings.warn(f"decoding could not be compiled and goes on without: {reason(error)}", stacklevel=2)

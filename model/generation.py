@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from model.ahead import Ahead
 from model.cache import KVCache
 from model.decoding import Compiled
 from model.sampling import Chooser, Sampling
@@ -105,13 +104,8 @@ def stream(
     rows = [Row(list(prompt), max(0, len(prompt) - model.config.context_length)) for prompt in prompts]
     weight = model.embed.weight
     chooser = Chooser(sampling or Sampling(), prompts, seeds, weight.size(0), n_vocab, weight.device)
-    writer: Writer | Ahead
-    if use_cache:
-        scorer = Cached(model, rows, max_new_tokens, compile)
-        writer = Ahead(scorer, chooser) if compile and weight.is_cuda else Writer(scorer, chooser)
-    else:
-        writer = Writer(Recomputed(model), chooser)
-    return run(model, rows, max_new_tokens, writer, set(stop_ids), until, overflow)
+    scorer = Cached(model, rows, max_new_tokens, compile) if use_cache else Recomputed(model)
+    return run(model, rows, max_new_tokens, scorer, chooser, set(stop_ids), until, overflow)
 
 
 def check(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, overflow: str) -> None:
@@ -140,7 +134,8 @@ def run(
     model: Transformer,
     rows: list[Row],
     max_new_tokens: int,
-    writer: "Writer | Ahead",
+    scorer: "Scorer",
+    chooser: Chooser,
     stop_ids: set[int],
     until: Callable[[int, int], bool] | None,
     overflow: str,
@@ -148,7 +143,8 @@ def run(
     context, modules = model.config.context_length, list(model.modules())
     for n in range(1, max_new_tokens + 1):
         with evaluating(modules):
-            logits, chosen = writer.next(rows, max_new_tokens - n)
+            logits = scorer.logits(rows)
+            chosen = chooser.choose(logits).tolist()
         ids: list[int | None] = [None] * len(rows)
         for r, (row, token) in enumerate(zip(rows, chosen, strict=True)):
             if row.ended is not None:
@@ -178,17 +174,6 @@ def evaluating(modules: list[nn.Module]) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@dataclass
-class Writer:
-    scorer: "Scorer"
-    chooser: Chooser
-
-    def next(self, rows: list[Row], left: int) -> tuple[Tensor, list[int]]:
-        """Scores (b, vocab), and the id chosen in each row."""
-        logits = self.scorer.logits(rows)
-        return logits, self.chooser.choose(logits).tolist()
 
 
 class Scorer(Protocol):

@@ -380,17 +380,18 @@ def test_an_interrupted_preparation_goes_on_where_it_stopped(tmp_path, monkeypat
     monkeypatch.setattr(data.build, "BATCH", 1000)
     monkeypatch.setattr(data.build, "SAVE_EVERY", 0.0)
     notes(tmp_path / "notes", 400)
-    put(tmp_path / "notes" / "0100.txt", ENGLISH * 3)  # interrupted inside a document of several pieces, too
+    put(tmp_path / "notes" / "0100.txt", ENGLISH * 10)  # interrupted inside a document of several pieces, too
     whole = Prepared(tmp_path / "other")(tmp_path / "notes")
-    prepared, written = Prepared(tmp_path), []
+    prepared, written, inside = Prepared(tmp_path), [], False
     for _ in range(50):
         pid = in_a_child(lambda: (kill_at_event(45, tmp_path / "cache"), prepared(tmp_path / "notes")))
         if os.waitpid(pid, 0)[1] == 0:
             break
         progress = json.loads(next((tmp_path / "cache").glob("*/progress.json")).read_text())
         written.append(sum(progress["n_tokens"].values()))
+        inside = inside or progress["resume"][1] > 0
     corpus = prepared(tmp_path / "notes")
-    assert len(written) > 2 and written == sorted(set(written))
+    assert len(written) > 2 and written == sorted(set(written)) and inside
     assert ids(corpus.train) == ids(whole.train) and ids(corpus.val) == ids(whole.val)
 
 

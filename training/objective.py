@@ -47,4 +47,4 @@ def recompute_blocks(model: Transformer) -> None:
     """Keep only what goes into each block, and compute its inside again in the backward pass (Chen et al. 2016): activations
     of one block at a time, for a third more arithmetic."""
     for block in model.blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)

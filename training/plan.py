@@ -9,7 +9,8 @@ import statistics
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,8 +87,8 @@ def make_plan(
     """Memory is that of one device, whose weights have this dtype; the rest is that of all."""
     shapes = FakeTensorMode()
     with shapes, Allocations(config.vocab_size) as seen:
-        with torch.device(precision.device):
-            model = Transformer(config).to(weights)
+        with torch.device(precision.device), default_dtype(weights):
+            model = Transformer(config)
         seen.are("weights", model.parameters())
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(lambda p: seen.are("gradients", [p.grad]))
@@ -109,6 +110,16 @@ def make_plan(
     flops = tokens * flops_per_token(model)
     epochs, free = sequences / len(batches.windows), available(precision.device)
     return Plan(dict(parameters), memory, resident(), tokens, epochs, flops, seen.passing, cache, free)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def update(

@@ -108,7 +108,7 @@ class Ranks:
         ids = [device] if device.type == "cuda" else None
         return DistributedDataParallel(objective, ids, gradient_as_bucket_view=True)
 
-    def exchanging(self, objective: nn.Module, last: bool) -> AbstractContextManager[None]:
+    def exchanging(self, objective: Any, last: bool) -> AbstractContextManager[None]:
         """Gradients are exchanged after the last micro-batch only."""
         if isinstance(objective, DistributedDataParallel):
             return nullcontext() if last else objective.no_sync()
@@ -151,7 +151,7 @@ def lost_a_rank(error: BaseException) -> bool:
 
 
 @contextmanager
-def callable_in_parts(objective: nn.Module) -> Iterator[None]:
+def callable_in_parts(objective: Any) -> Iterator[None]:
     """Lets a model's modules be called one by one, as generation does; every rank has to make the same calls."""
     sharded = hasattr(objective, "unshard")
     if sharded:
@@ -166,7 +166,7 @@ def whole(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def part_like(value: Tensor, like: Tensor) -> Tensor:
+def part_like(value: Tensor, like: Any) -> Tensor:
     """Of `value`, which every rank holds whole, what this rank holds of `like`, on its device."""
     value = value.to(like.device)
     if not hasattr(like, "device_mesh"):
