@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from model.cache import KVCache, LayerCache
+from model.cache import BLOCK, KVCache, LayerCache
 from model.positions import Position
 from model.transformer import Block, Transformer
 
@@ -39,7 +39,7 @@ class Compiled:
         # Unbacked, not just dynamic: else a read that fills all the room would be a case of its own.
         torch._dynamo.decorators.mark_unbacked(mask, mask.dim() - 1)
         try:
-            logits = compiled_step()(self.model, tokens.contiguous(), at, mask, self.kv.layers)
+            logits = compiled_step()(self.model, tokens, at, mask, self.kv.layers)
         except RuntimeError as error:  # the kinds that torch.compile raises
             self.failed = True
             warnings.warn(f"decoding could not be compiled and goes on without: {reason(error)}", stacklevel=2)
@@ -55,7 +55,7 @@ def reason(error: BaseException) -> str:
 
 def warm_up(model: Transformer, rows: int) -> float | None:
     """Compile the step of a model in eval mode for so many rows, now: the seconds it took, or None if it cannot be compiled."""
-    started, kv = time.perf_counter(), model.new_cache(rows)
+    started, kv = time.perf_counter(), model.new_cache(rows, 2 * BLOCK)
     step = Compiled(model, kv)
     kv.advance(1)
     with torch.no_grad():

@@ -21,7 +21,7 @@ from training.update import Precision
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
-SMALL = {"vocab_size": 300, "context_length": 32, "n_layers": 3, "n_heads": 4, "d_model": 64}
+SMALL = {"vocab_size": 300, "context_length": 32, "n_layers": 2, "n_heads": 4, "d_model": 64}
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +85,13 @@ def test_tokens_epochs_arithmetic_and_cache(tokens):
 
 def test_a_plan_costs_nothing_of_what_it_plans(tokens):
     before = resident()
-    found = plan(tokens, n_layers=24, d_model=2048, n_heads=16, vocab_size=50_000)
+    found = plan(tokens, n_layers=5, d_model=4096, vocab_size=50_000)
     assert found.memory["weights"] > 4 << 30
     assert resident() - before < 500 << 20
 
 
 def test_a_plan_of_what_does_not_fit_says_so_and_takes_no_step(tmp_path):
-    told = command(*tiny(tmp_path, "dry_run=true", "model.d_model=65536", "model.n_layers=64", f"run_dir={tmp_path}/run"))
+    told = command(*tiny(tmp_path, "dry_run=true", "model.d_model=65536", "model.n_layers=2", f"run_dir={tmp_path}/run"))
     assert told.status == 0
     assert "too little. Lower micro_batch_size, model.context_length or the model's size" in told.out
     assert "evaluations of" not in told.out

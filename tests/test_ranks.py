@@ -29,14 +29,18 @@ from tests.rank_group import Team, free_port, on_ranks
 from training.evaluate import evaluate
 from training.objective import IGNORED, NextTokenLoss
 from training.optimizer import OptimizerConfig, clip_gradients, make_optimizer
+from training.plan_ranks import plan_ranks
 from training.ranks import Ranks, callable_in_parts, whole
 from training.reporting import WandbConfig
 from training.schedule import ScheduleConfig
 from training.update import Precision, accumulate
 from weights import checkpoint
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one worker: the processes are started once
+
 CPU = torch.device("cpu")
 BATCH = 8
+CONFIG = ModelConfig(vocab_size=257, context_length=16, n_layers=2, n_heads=2, d_model=32)
 BYTES = TokenizerConfig(name="bytes", vocab_size=None)
 PARALLEL = pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 WORLD = pytest.mark.parametrize("world", [2, 4])
@@ -55,13 +59,20 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Trainee:
     """A model, spread over the ranks, and its optimizer."""
 
-    def __init__(self, ranks: Ranks, parallel: str, dtype: torch.dtype, optimizer: str = "adamw"):
+    def __init__(
+        self,
+        ranks: Ranks,
+        parallel: str,
+        dtype: torch.dtype = torch.float32,
+        *,
+        optimizer: str = "adamw",
+        compute: torch.dtype = torch.float32,
+    ):
         torch.manual_seed(0)
-        self.ranks, self.precision = ranks, Precision(CPU, torch.float32)
-        config = ModelConfig(vocab_size=257, context_length=16, n_layers=2, n_heads=2, d_model=32)
-        self.model = Transformer(config).to(dtype)
+        self.ranks, self.precision = ranks, Precision(CPU, compute)
+        self.model = Transformer(CONFIG).to(dtype)
         self.objective = NextTokenLoss(self.model)
-        self.wrapped = ranks.wrap(self.objective, parallel, CPU, torch.float32)
+        self.wrapped = ranks.wrap(self.objective, parallel, CPU, compute)
         self.optimizer = make_optimizer(OptimizerConfig(name=optimizer, lr=1e-2), self.model)
 
     def backward(self, step: int, micro: int) -> float:
@@ -75,6 +86,12 @@ class Trainee:
     def gradients(self) -> np.ndarray:
         return np.concatenate([whole(p.grad).flatten().numpy() for p in self.model.parameters()])
 
+    def held(self) -> int:
+        """Bytes of weights, gradients (which have gone, and are as large as the weights) and optimizer state on this rank."""
+        weights = list(self.model.parameters())
+        state = [value for p in weights for value in self.optimizer.state[p].values() if value.dim()]
+        return sum(local(value).numel() * 4 for value in (*weights, *weights, *state))
+
     def losses(self, steps: int, micro: int) -> list[float]:
         found = []
         for step in range(steps):
@@ -85,15 +102,22 @@ class Trainee:
         return found
 
 
+def local(value: Any) -> torch.Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
 def measure(ranks: Ranks, parallel: str, micro: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for dtype in (torch.float32, torch.float64):
         trainee = Trainee(ranks, parallel, dtype)
         loss = trainee.backward(0, micro)
         found[str(dtype)] = (loss, clip_gradients(trainee.model.parameters(), None).item(), trainee.gradients())
-    found["adamw"] = Trainee(ranks, parallel, torch.float32).losses(20, micro)
-    found["muon"] = Trainee(ranks, parallel, torch.float32, "muon").losses(8, micro)
-    trainee = Trainee(ranks, parallel, torch.float32)
+    trainee = Trainee(ranks, parallel)
+    found["adamw"] = trainee.losses(20, micro)
+    found["held"] = trainee.held()
+    found["muon"] = Trainee(ranks, parallel, optimizer="muon").losses(8, micro)
+    found["bfloat16"] = Trainee(ranks, parallel, compute=torch.bfloat16).losses(8, micro)
+    trainee = Trainee(ranks, parallel)
     found["exchanged early"] = exchanged_early(trainee)
     found["evaluation"] = evaluations(trainee, folder)
     return found
@@ -238,11 +262,22 @@ def test_loss_norm_and_gradients_do_not_depend_on_the_split(alone, ranks, world,
 
 @WORLD
 @PARALLEL
-@pytest.mark.parametrize(("optimizer", "tolerance"), [("adamw", 1e-5), ("muon", 1e-3)])
+@pytest.mark.parametrize(("optimizer", "tolerance"), [("adamw", 1e-5), ("muon", 1e-3), ("bfloat16", 2e-2)])
 def test_losses_of_many_steps_do_not_depend_on_the_split(alone, ranks, world, parallel, optimizer, tolerance):
     assert alone[optimizer][-1] < alone[optimizer][0] - 0.2
     for rank in range(world):
         assert ranks[rank][world, parallel][optimizer] == pytest.approx(alone[optimizer], abs=tolerance)
+
+
+@WORLD
+@PARALLEL
+def test_a_rank_holds_what_the_plan_says(ranks, world, parallel):
+    n = sum(p.numel() for p in Transformer(CONFIG).parameters())
+    none = {"ddp": 0, "fsdp": 0}
+    plans = plan_ranks(CONFIG, world, optimizer=8 * n, activations=none, micro_batches=1, gathered_bytes=4)
+    held = [ranks[rank][world, parallel]["held"] for rank in range(world)]
+    assert sum(held) == world * plans[parallel].stays
+    assert max(held) == pytest.approx(plans[parallel].stays, rel=0.01)
 
 
 @WORLD
@@ -314,6 +349,34 @@ def test_an_error_ends_all_ranks_with_one_message(ranks, what, message):
     told = [code for code in left if isinstance(code, str)]
     assert len(told) == 1 and message in told[0]
     assert [code for code in left if code != told[0]] == [1]
+
+
+def test_a_dry_run_plans_for_ranks_that_are_not_there(folder, capsys):
+    settings = config(folder, dry_run=True, plan_ranks=64, batch_size=128, micro_batch_size=2, dtype="bfloat16")
+    assert train.train(settings, Ranks()).status == 0
+    ddp, fsdp = capsys.readouterr().out.splitlines()[-2:]
+    assert ddp.startswith("ddp on 64 ranks: ") and fsdp.startswith("fsdp on 64 ranks: ")
+    with pytest.raises(ValueError, match="batch_size=100 does not divide over 64 ranks"):
+        train.train(config(folder, dry_run=True, plan_ranks=64, batch_size=100), Ranks())
+
+
+def test_a_plan_by_hand():
+    """Llama 2 7B in bfloat16 on 64 ranks, from the sizes that its paper gives."""
+    shape = {"n_layers": 32, "n_heads": 32, "d_model": 4096, "d_ff": 11008, "context_length": 4096}
+    llama = ModelConfig(vocab_size=32000, tie_embeddings=False, **shape)
+    block = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    outside = 2 * 32000 * 4096 + 4096
+    n = 32 * block + outside
+    assert n == 6_738_415_616
+    none = {"ddp": 0, "fsdp": 0}
+    plans = plan_ranks(llama, 64, optimizer=8 * n, activations=none, micro_batches=1, gathered_bytes=2)
+    assert (plans["ddp"].stays, plans["fsdp"].stays) == (16 * n, 16 * n / 64)
+    assert plans["ddp"].sent == pytest.approx(2 * 63 / 64 * 4 * n)
+    assert plans["fsdp"].sent == pytest.approx(63 / 64 * 8 * n)
+    assert plans["fsdp"].passing == 2 * 2 * (outside + 2 * block) + 4 * outside
+    cut = plan_ranks(llama, 64, optimizer=8 * n, activations=none, micro_batches=4, gathered_bytes=2)
+    assert cut["fsdp"].sent == pytest.approx(63 / 64 * (4 * 4 + 4) * n)
+    assert cut["fsdp"].passing == 2 * (outside + 2 * block) + 4 * n + 4 * outside
 
 
 # What follows needs torchrun itself, which starts and ends processes its own way.
