@@ -21,7 +21,7 @@ from training.update import Precision
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
-SMALL = {"vocab_size": 300, "context_length": 32, "n_layers": 2, "n_heads": 4, "d_model": 64}
+SMALL = {"vocab_size": 300, "context_length": 32, "n_layers": 3, "n_heads": 4, "d_model": 64}
 
 
 @pytest.fixture(scope="module")
@@ -133,5 +133,5 @@ def test_memory_is_that_of_a_real_run(name, tmp_path):
     seconds = float(re.findall(r"steps of ([\d.e-]+) s", planned)[0])
     mib = float(re.findall(r"measured +([\d,.]+)", planned)[0].replace(",", ""))
     print(f"{name}: a step takes {seconds:.3f} s planned, {step:.3f} s run; {mib:.0f} MiB planned, {memory:.0f} MiB run\n{ran}")
-    assert mib == pytest.approx(memory, rel=0.10)
+    assert mib == pytest.approx(memory, rel=0.15)
     assert seconds > 0 and step > 0  # how near they are depends on what else the machine does

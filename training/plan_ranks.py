@@ -1,8 +1,8 @@
 """What a step takes on each of several ranks, on paper: for machines that one does not have.
 
-N weights, R ranks. Weights, gradients and optimizer state are float32; weights are gathered in c bytes each (2 in bfloat16, else
-4). In a ring, each rank sends (R - 1) / R of what all gather or scatter, and twice that of what all sum (Patarasu and Yuan
-2009).
+N weights, R ranks. Weights, gradients and optimizer state are float32; weights are gathered in c bytes each (2 in bfloat16 on
+CUDA, else 4). In a ring, each rank sends (R - 1) / R of what all gather or scatter, and twice that of what all sum (Patarasu
+and Yuan 2009).
 
            stays (bytes)             whole for a moment (bytes, at most)          sent by a rank (bytes a step)
     ddp    8 N + optimizer           a bucket of gradients, 25 MiB                2 (R - 1) / R 4 N

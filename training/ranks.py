@@ -138,7 +138,8 @@ def shard(objective: NextTokenLoss, world: int, device: torch.device, dtype: tor
 
     if dtype == torch.float16:
         raise ValueError("dtype=float16 needs its loss scaled, which parallel=fsdp does not do: use bfloat16, or parallel=ddp")
-    policy = MixedPrecisionPolicy(dtype, torch.float32) if dtype == torch.bfloat16 else MixedPrecisionPolicy()
+    mixed = device.type == "cuda" and dtype == torch.bfloat16
+    policy = MixedPrecisionPolicy(dtype, torch.float32) if mixed else MixedPrecisionPolicy()
     mesh = init_device_mesh(device.type, (world,))
     for part in (*objective.model.blocks, objective):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
