@@ -29,7 +29,7 @@ from training.optimizer import clip_gradients, make_optimizer, set_learning_rate
 from training.plan import REMEDY, make_plan, prediction, timed, update
 from training.plan_ranks import rank_plans
 from training.ranks import LOST, Ranks, callable_in_parts, lost_a_rank
-from training.reporting import Report, Scale, check_wandb, start_wandb
+from training.reporting import Report, Scale, check_wandb, load_libraries, start_wandb
 from training.results import Outcome, sweep_table
 from training.run import StopRequest, named_optimizer_state, open_folder
 from training.schedule import learning_rate_share
@@ -91,6 +91,7 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
     optimizer = make_optimizer(config.optimizer, model)
     start.restore(optimizer, model, precision)
     if config.dry_run:
+        load_libraries(config.wandb)
         step = timed(lambda: update(wrapped, optimizer, batches.at(0)[0], ranks, precision), ranks)
         windows = min(len(validation), config.eval_windows or len(validation))
         part = min(windows, 2 * micro_batch_size)

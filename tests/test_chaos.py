@@ -73,7 +73,7 @@ def test_thirty_kills(tmp_path):
 
 def test_a_kill_in_the_middle_of_a_save(tmp_path):
     """The name that resuming uses always holds a whole checkpoint; what was half-written is ignored, then cleared away."""
-    settings = ["steps=60", "save_every=1", "keep_checkpoints=2"]
+    settings = ["steps=30", "save_every=1", "keep_checkpoints=2"]
     finished(*tiny(tmp_path, *settings, f"run_dir={tmp_path}/calm"))
     run = tmp_path / "killed"
     arguments = tiny(tmp_path, *settings, f"run_dir={run}", "resume=auto")

@@ -110,6 +110,7 @@ def test_online_with_a_key_and_no_network_leaves_nothing(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow  # wandb tries for 20 seconds
 def test_unset_with_a_key_and_no_network_logs_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")

@@ -137,11 +137,11 @@ def update(
 
 
 def timed(work: Callable[[], Any], ranks: Ranks, budget: float = 10.0) -> float:
-    """Median seconds, after one call to warm up: of at least 3 calls, and of as many as the budget (in seconds) allows. All ranks
-    make as many."""
+    """Median seconds, after one call to warm up: of 5 to 30 calls, as many as the budget (in seconds) allows. All ranks make as
+    many."""
     work()
     seconds: list[float] = []
-    while ranks.highest(int(len(seconds) < 3 or sum(seconds) < budget)):
+    while ranks.highest(int(len(seconds) < 5 or (len(seconds) < 30 and sum(seconds) < budget))):
         began = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - began)

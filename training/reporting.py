@@ -177,6 +177,14 @@ def check_wandb(config: WandbConfig) -> None:
         raise ValueError("wandb.mode=online, but there is no wandb key here: run `wandb login`, or use wandb.mode=offline")
 
 
+def load_libraries(config: WandbConfig) -> None:
+    """What a run imports on its way: the memory that is measured for a plan has to have room for it."""
+    import matplotlib.figure  # noqa: F401  # heavy
+
+    if config.mode != "disabled" and importlib.util.find_spec("wandb") is not None:
+        import wandb  # noqa: F401  # heavy, and optional
+
+
 def start_wandb(config: WandbConfig, folder: RunFolder, progress: Progress, settings: dict[str, Any]) -> Any:
     """A wandb run that continues progress.wandb_id, or None. Never asks, never waits for a login."""
     if config.mode == "disabled" or importlib.util.find_spec("wandb") is None:
