@@ -2,7 +2,9 @@
 
 import gc
 import json
+import multiprocessing
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -45,6 +47,23 @@ def interleave(contestants: dict[str, Callable[[], object]], turns: int = 7, war
 def timing(times: list[float]) -> Timing:
     ordered = sorted(times)
     return Timing(median(ordered), ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4], len(ordered))
+
+
+def resident(which: str = "VmRSS") -> int:
+    """Bytes of main memory that this process holds; VmHWM: the most since `forget_peak`. Linux only."""
+    found = re.search(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def in_a_process(work: Callable[..., Any], *args: Any) -> Any:
+    """What work(*args) returns in a new process: its memory is its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(work, args)
 
 
 def machine() -> dict[str, Any]:

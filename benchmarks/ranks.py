@@ -7,7 +7,6 @@ without `unshare`, those of all programs that talk over the loopback device mean
 import gc
 import multiprocessing
 import os
-import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import store
+from benchmarks.harness import forget_peak, resident, store
 from model import ModelConfig, Transformer
 from training.objective import NextTokenLoss
 from training.optimizer import OptimizerConfig, clip_gradients, make_optimizer
@@ -61,22 +60,11 @@ def sent() -> int:
     return int(line.split(":")[1].split()[8])
 
 
-def resident(which: str) -> int:
-    """VmRSS: now; VmHWM: the most since the last `forget_peak`."""
-    found = re.search(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) * 1024
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 def memory_and_bytes(ranks: Ranks, parallel: str, micro_batches: int) -> dict[str, Any]:
     steps = 3
     Trainee(replace(CONFIG, n_layers=1, d_model=64), ranks, parallel).step(micro_batches, 1)  # loads what is used first now
     gc.collect()
-    before = resident("VmRSS")
+    before = resident()
     trainee = Trainee(CONFIG, ranks, parallel)
     trainee.step(micro_batches, 1)
     meet(ranks)

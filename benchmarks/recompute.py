@@ -4,17 +4,13 @@
 memory goes back to the system at once; time is measured apart, where it does not.
 """
 
-import multiprocessing
 import os
-import re
-from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.harness import as_row, interleave, store
+from benchmarks.harness import as_row, forget_peak, in_a_process, interleave, resident, store
 from model import ModelConfig, Transformer
 from training.objective import NextTokenLoss, recompute_blocks
 from training.optimizer import OptimizerConfig, clip_gradients, make_optimizer
@@ -46,13 +42,6 @@ def trainee(shape: tuple[int, ...], recompute: bool) -> Any:
     return step
 
 
-def resident(which: str) -> int:
-    """VmRSS: now; VmHWM: the most since the last reset."""
-    found = re.search(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) * 1024
-
-
 def memory(shape: tuple[int, ...]) -> dict[str, int]:
     found = {}
     for name, recompute in (("kept", False), ("recomputed", True)):
@@ -60,8 +49,8 @@ def memory(shape: tuple[int, ...]) -> dict[str, int]:
         step()
         peaks = []
         for _ in range(3):
-            before = resident("VmRSS")
-            Path("/proc/self/clear_refs").write_text("5")
+            before = resident()
+            forget_peak()
             step()
             peaks.append(resident("VmHWM") - before)
         found[name] = int(median(peaks))
@@ -69,22 +58,8 @@ def memory(shape: tuple[int, ...]) -> dict[str, int]:
     return found
 
 
-def answer(answers: Any, what: Any, shape: tuple[int, ...]) -> None:
-    answers.put(what(shape))
-
-
 def time(shape: tuple[int, ...]) -> Any:
     return interleave({"kept": trainee(shape, False), "recomputed": trainee(shape, True)}, turns=5)
-
-
-def in_a_process(what: Any, shape: tuple[int, ...]) -> Any:
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    process = context.Process(target=partial(answer, answers, what, shape))
-    process.start()
-    found = answers.get(timeout=600)
-    process.join()
-    return found
 
 
 def main() -> None:

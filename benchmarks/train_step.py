@@ -1,62 +1,83 @@
-"""One training step, ours against the same architecture in transformers: forward, backward, clip, AdamW.
+"""One training step (forward, backward, clip, optimizer) in float32: ours against transformers and nanoGPT, in time and memory.
 
-`python -m benchmarks.train_step`. Same shapes, same batch, same dtype (float32), same optimizer settings.
+`python -m benchmarks.train_step [NANOGPT]`, with a checkout of github.com/karpathy/nanoGPT if it is to take part.
 """
 
+import importlib.util
+import sys
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.harness import as_row, interleave, store
+from benchmarks.decode import pair, preset
+from benchmarks.harness import as_row, forget_peak, in_a_process, interleave, resident, store
 from model import ModelConfig, Transformer
+from training.device import reuse_memory
+from training.flops import flops_per_token, matmul_peak
 from training.objective import NextTokenLoss
 from training.optimizer import OptimizerConfig, clip_gradients, make_optimizer
 
-SHAPES = {  # name: (layers, heads, d_model, d_ff, vocab, context, batch)
-    "default": (4, 4, 192, 512, 4096, 256, 8),
-    "small, long head": (4, 4, 256, 704, 32000, 128, 8),
+TINY = ModelConfig(vocab_size=65, context_length=64, n_layers=4, n_heads=4, d_model=128, mlp="relu2", qk_norm=True)
+GPT2 = ModelConfig(**{**preset("gpt2"), "vocab_size": 50304})
+SHAPES = {  # name: (architecture, sequences, tokens of each)
+    "default": (ModelConfig(**preset("small"), vocab_size=4096), 8, 256),
+    "vocabulary of 32,000": (ModelConfig(vocab_size=32000, context_length=128, n_layers=4, n_heads=4, d_model=256), 8, 128),
+    "nanoGPT's for CPUs": (replace(TINY, position="learned", mlp="gelu", norm="layernorm", qk_norm=False), 12, 64),
+    "experiment=shakespeare_cpu": (TINY, 12, 64),
+    "GPT-2 124M": (GPT2, 4, 256),
 }
+MUON = OptimizerConfig(name="muon", lr=0.02)
+Step = Callable[[], object]
 
 
-def ours(shape: tuple[int, ...]) -> Callable[[], None]:
-    n_layers, n_heads, d_model, d_ff, vocab, context, batch = shape
-    torch.manual_seed(0)
-    model = Transformer(
-        ModelConfig(vocab_size=vocab, context_length=context, n_layers=n_layers, n_heads=n_heads, d_model=d_model, d_ff=d_ff)
-    )
-    objective = NextTokenLoss(model)
-    optimizer = make_optimizer(OptimizerConfig(), model)
-    ids = torch.randint(0, vocab, (batch, context + 1))
+def ours(name: str, optimizer: OptimizerConfig, compile: bool = False) -> Step:
+    config, batch, length = SHAPES[name]
+    objective = NextTokenLoss(Transformer(config))
+    updates = make_optimizer(optimizer, objective.model)
+    ids = tokens(config, batch, length)
+    run = torch.compile(objective) if compile else objective
 
     def step() -> None:
-        loss, n = objective(ids[:, :-1], ids[:, 1:])
+        loss, n = run(ids[:, :-1], ids[:, 1:])
         (loss / n).backward()
-        clip_gradients(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        clip_gradients(objective.parameters(), 1.0)
+        updates.step()
+        updates.zero_grad(set_to_none=True)
 
     return step
 
 
-def theirs(shape: tuple[int, ...]) -> Callable[[], None]:
-    n_layers, n_heads, d_model, d_ff, vocab, context, batch = shape
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocab,
-        max_position_embeddings=context,
-        num_hidden_layers=n_layers,
-        num_attention_heads=n_heads,
-        hidden_size=d_model,
-        intermediate_size=d_ff,
-        tie_word_embeddings=True,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    ids = torch.randint(0, vocab, (batch, context + 1))
+def theirs(name: str) -> Step:
+    config, batch, length = SHAPES[name]
+    _, model = pair(vars(config), torch.float32, "cpu")
+    ids = tokens(config, batch, length)
+    return plain_step(model.train(), lambda: model(input_ids=ids[:, :-1], labels=ids[:, :-1]).loss)
+
+
+def nanogpt(name: str, checkout: str, compile: bool = False) -> Step:
+    """As its train.py does it on a CPU."""
+    config, batch, length = SHAPES[name]
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(checkout) / "model.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["nanogpt_model"] = module
+    spec.loader.exec_module(module)
+    shape: dict[str, Any] = {"n_layer": config.n_layers, "n_head": config.n_heads, "n_embd": config.d_model, "dropout": 0.0}
+    gpt = module.GPTConfig(block_size=config.context_length, vocab_size=config.vocab_size, bias=False, **shape)
+    model = module.GPT(gpt)
+    run = torch.compile(model) if compile else model
+    ids = tokens(config, batch, length)
+    return plain_step(model, lambda: run(ids[:, :-1], ids[:, 1:])[1])
+
+
+def plain_step(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step() -> None:
-        model(input_ids=ids[:, :-1], labels=ids[:, :-1]).loss.backward()
+        loss().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -64,15 +85,57 @@ def theirs(shape: tuple[int, ...]) -> Callable[[], None]:
     return step
 
 
-def main() -> None:
-    rows = []
-    for name, shape in SHAPES.items():
-        timings = interleave({"transformers": theirs(shape), "sprout": ours(shape)})
-        row = as_row({"shape": name, "layers, heads, d_model, d_ff, vocab, context, batch": shape}, timings, "transformers")
-        print(name, row["times as fast as transformers"])
+def tokens(config: ModelConfig, batch: int, length: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randint(0, config.vocab_size or 0, (batch, length + 1))
+
+
+def contestants(name: str, checkout: str | None) -> dict[str, Callable[[], Step]]:
+    """What builds each; the first is what the others are compared with."""
+    found: dict[str, Callable[[], Step]] = {"sprout": lambda: ours(name, OptimizerConfig())}
+    if name == "experiment=shakespeare_cpu":
+        found |= {"sprout, Muon": lambda: ours(name, MUON), "sprout, Muon, compiled": lambda: ours(name, MUON, True)}
+    else:
+        found |= {"transformers": lambda: theirs(name)}
+    if name == "nanoGPT's for CPUs":
+        found |= {"sprout, compiled": lambda: ours(name, OptimizerConfig(), True)}
+    if checkout and name in ("nanoGPT's for CPUs", "experiment=shakespeare_cpu", "GPT-2 124M"):
+        found |= {"nanoGPT": lambda: nanogpt(name, checkout)}
+        if name != "GPT-2 124M":
+            found |= {"nanoGPT, compiled": lambda: nanogpt(name, checkout, True)}
+    return found
+
+
+def peak(name: str, checkout: str | None, contestant: str) -> int:
+    """Bytes that weights, gradients, optimizer and a step take together, at the most; in a process of its own."""
+    reuse_memory()
+    ours("experiment=shakespeare_cpu", OptimizerConfig())()  # loads what is used first
+    before = resident()
+    step = contestants(name, checkout)[contestant]()
+    step()
+    forget_peak()
+    step()
+    return resident("VmHWM") - before
+
+
+def main(checkout: str | None = None) -> None:
+    reuse_memory()
+    rows, cpu = [], torch.device("cpu")
+    matmul = matmul_peak(cpu, torch.float32)
+    for name, (config, batch, length) in SHAPES.items():
+        built = {contestant: build() for contestant, build in contestants(name, checkout).items()}
+        large = name == "GPT-2 124M"
+        timings = interleave(built, turns=5 if large else 15, warmup=1 if large else 3)
+        row = as_row({"shape": name, "sequences": batch, "tokens of each": length}, timings, "sprout")
+        del built
+        work = batch * length * flops_per_token(Transformer(config), length)
+        row["share of the matmul peak"] = {who: round(work / t.median / matmul, 3) for who, t in timings.items()}
+        if large:
+            row["bytes at the peak"] = {who: in_a_process(peak, name, checkout, who) for who in timings}
+        print({key: value for key, value in row.items() if key != "seconds"}, flush=True)
         rows.append(row)
-    print(store("train_step", rows))
+    print(store("train_step", rows, {"matmul peak, GFLOP/s": round(matmul / 1e9, 1)}))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
