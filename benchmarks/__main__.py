@@ -2,6 +2,16 @@
 
 import runpy
 
-for name in ("train_step", "decode", "context_growth", "cold_start", "tokenize_speed", "growth", "ranks", "recompute", "scaling_law"):
+for name in (
+    "train_step",
+    "decode",
+    "context_growth",
+    "cold_start",
+    "tokenize_speed",
+    "growth",
+    "ranks",
+    "recompute",
+    "scaling_law",
+):
     print(f"== {name}", flush=True)
     runpy.run_module(f"benchmarks.{name}", run_name="__main__")
