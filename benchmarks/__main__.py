@@ -2,16 +2,8 @@
 
 import runpy
 
-for name in (
-    "train_step",
-    "decode",
-    "context_growth",
-    "cold_start",
-    "tokenize_speed",
-    "growth",
-    "ranks",
-    "recompute",
-    "scaling_law",
-):
+NAMES = ["train_step", "decode", "context_growth", "cold_start", "tokenize_speed", "growth", "ranks", "recompute", "scaling_law"]
+
+for name in NAMES:
     print(f"== {name}", flush=True)
     runpy.run_module(f"benchmarks.{name}", run_name="__main__")

@@ -1,6 +1,6 @@
 """A scaling law on a laptop: six model sizes at three budgets of arithmetic each, fitted and drawn.
 
-`python -m benchmarks.scaling_law`, a quarter of an hour on two CPU cores. At a fixed budget C = 6 N D a small model sees many tokens
+`python -m benchmarks.scaling_law`, a quarter of an hour on two cores. At a fixed budget C = 6 N D a small model sees many tokens
 and learns little from each, a large one the other way round: the loss over the size N is a valley, and its floor moves right
 as C grows (Hoffmann et al. 2022, their second approach). The text is the standard library, in bytes; N counts the matrices, with
 the head.
