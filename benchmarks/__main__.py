@@ -2,7 +2,8 @@
 
 import runpy
 
-NAMES = ["train_step", "decode", "context_growth", "cold_start", "tokenize_speed", "growth", "ranks", "recompute", "scaling_law"]
+NAMES = ["train_step", "decode", "context_growth", "cold_start", "tokenize_speed", "growth", "ranks", "recompute", "plan"]
+NAMES += ["scaling_law"]
 
 for name in NAMES:
     print(f"== {name}", flush=True)

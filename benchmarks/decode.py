@@ -1,7 +1,6 @@
 """Generation against transformers' `generate`: the same weights, dtype, prompt and greedy tokens, 64 in and 128 out.
 
-`python -m benchmarks.decode [SHAPE ...]`, by default all of SHAPES, each into results/decode-<shape>.json; `--table` prints them
-as Markdown.
+`python -m benchmarks.decode [SHAPE ...]`, by default all of SHAPES, each into results/decode-<shape>.json.
 """
 
 import json
@@ -15,7 +14,7 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from benchmarks.harness import RESULTS, as_row, interleave, store
+from benchmarks.harness import as_row, interleave, store
 from model import ModelConfig, Sampling, Transformer, generate
 from model.decoding import warm_up
 from weights.export import choose_family, to_theirs
@@ -36,7 +35,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 THEIRS, EAGER, COMPILED = "transformers", "sprout", "sprout --compile"
-RATIO = f"times as fast as {THEIRS}"
 
 
 def pair(shape: dict[str, Any], dtype: torch.dtype, device: str) -> tuple[Transformer, Any]:
@@ -110,20 +108,6 @@ def equal(a: list[list[int]], b: list[list[int]]) -> float:
     return sum(pairs) / len(pairs)
 
 
-def table() -> str:
-    """The results as Markdown: tokens a second and, in brackets, whole texts a second as a multiple of transformers'."""
-    heads = ["shape", "dtype", "batch", THEIRS, EAGER, COMPILED, "of the bandwidth", "compiled in", "prefill"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for path in sorted(RESULTS.glob("decode-*.json")):
-        for row in json.loads(path.read_text())["rows"]:
-            speed, seconds = row["tokens a second, decoding"], row["compile seconds"]
-            cells = [path.stem.removeprefix("decode-"), row["dtype"], str(row["batch"])]
-            cells += [f"{speed[name]:.0f} ({row[RATIO][name]:.2f}x)" for name in (THEIRS, EAGER, COMPILED)]
-            cells += [f"{row['share of the read bandwidth'][COMPILED]:.0%}", "no" if seconds is None else f"{seconds:.0f} s"]
-            lines.append(f"| {' | '.join(cells)} | {row['prefill'][RATIO][EAGER]:.2f}x |")
-    return "\n".join(lines)
-
-
 def main(shapes: list[str]) -> None:
     logging.set_verbosity_error()
     for shape in shapes or SHAPES:
@@ -136,7 +120,4 @@ def main(shapes: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--table"]:
-        print(table())
-    else:
-        main(sys.argv[1:])
+    main(sys.argv[1:])

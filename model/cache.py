@@ -25,9 +25,11 @@ class LayerCache:
 
     def append(self, k: Tensor, v: Tensor, at: Tensor, read: int) -> tuple[Tensor, Tensor]:
         """Store k and v (b, kv_heads, t, d) at positions (t,) or (b, t); return the first `read` slots."""
-        rows = torch.arange(k.size(0), device=k.device)[:, None]
-        self.keys[rows, :, at] = k.transpose(1, 2).to(self.keys.dtype)
-        self.values[rows, :, at] = v.transpose(1, 2).to(self.values.dtype)
+        for slots, new in ((self.keys, k.to(self.keys.dtype)), (self.values, v.to(self.values.dtype))):
+            if at.dim() == 1:
+                slots.index_copy_(2, at, new)
+            else:
+                slots[torch.arange(new.size(0), device=at.device)[:, None], :, at] = new.transpose(1, 2)
         return self.keys[:, :, :read], self.values[:, :, :read]
 
 
@@ -54,8 +56,9 @@ class KVCache:
         self.longest = 0  # of the lengths, known without asking the device
 
     def positions(self, t: int) -> Tensor:
-        """Where the next t tokens of each row go: (rows, t)."""
-        return self.lengths[:, None] + torch.arange(t, device=self.lengths.device)
+        """Where the next t tokens go: (t,) for a single row, else (rows, t)."""
+        at = self.lengths[:, None] + torch.arange(t, device=self.lengths.device)
+        return at[0] if len(at) == 1 else at
 
     def reach(self, t: int) -> int:
         """How many slots must be read once t more tokens are in: the fullest row's, in whole blocks."""

@@ -102,7 +102,10 @@ def matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, dropout_p: float, **causal: Any) -> Tensor:
     """softmax(q k^T / sqrt(d) + mask) v: q (..., t, d) with a small t, k and v (..., s, d), summed in float32 at least."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = (q.to(wide).unsqueeze(-2) * k.to(wide).unsqueeze(-3)).sum(dim=-1) / q.size(-1) ** 0.5
-    weights = (scores + attn_mask).softmax(dim=-1)
-    return (weights.unsqueeze(-1) * v.to(wide).unsqueeze(-3)).sum(dim=-2).to(q.dtype)
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    q, k, v = q.to(wide), k.to(wide), v.to(wide)
+    one = q.size(0) == 1
+    scores = (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(dim=-1) if one else q @ k.mT
+    weights = (scores / q.size(-1) ** 0.5 + attn_mask).softmax(dim=-1)
+    context = (weights.unsqueeze(-1) * v.unsqueeze(-3)).sum(dim=-2) if one else weights @ v
+    return context.to(dtype)
