@@ -1,6 +1,7 @@
 """The loss: how surprised the model is by each next token."""
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,7 @@ class NextTokenLoss(nn.Module):
     """(b, t) tokens and targets -> the sum of -ln p(target) in nats, and how many targets were not IGNORED.
 
     The one module that is compiled, and wrapped for several devices. A sum, not a mean, so that micro-batches and ranks
-    with unequal numbers of targets add up to the loss of the whole batch. When vocab x tokens is large, the head and the
-    softmax are computed a chunk at a time, and again in the backward pass, so that the logits of the whole batch never exist.
+    with unequal numbers of targets add up to the loss of the whole batch.
     """
 
     def __init__(self, model: Transformer):
@@ -30,17 +30,50 @@ class NextTokenLoss(nn.Module):
         targets = targets.flatten()
         vocab = self.model.head.weight.size(0)
         if targets.numel() * vocab <= WHOLE:
-            loss_sum = self.head_loss(features, targets)
+            loss_sum = cross_entropy(self.model.head(features), targets)
         else:
-            pieces = zip(features.split(WHOLE // 2 // vocab), targets.split(WHOLE // 2 // vocab), strict=True)
-            losses = [checkpoint(self.head_loss, x, y, use_reentrant=False) for x, y in pieces]
-            loss_sum = torch.stack(losses).sum()
+            loss_sum = ChunkedLoss.apply(features, self.model.head.weight, targets, max(1, WHOLE // 2 // vocab))
         return loss_sum, (targets != IGNORED).sum()
 
-    def head_loss(self, features: Tensor, targets: Tensor) -> Tensor:
-        logits = self.model.head(features)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """In float32 at least, summed."""
+    return F.cross_entropy(wide(logits), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """The head and the cross-entropy of `rows` tokens at a time, so that the logits of the whole batch never exist.
+
+    Nothing is computed twice: the gradient of a sum of losses by its logits is softmax(logits) - onehot(target), known as soon as
+    the logits are, so each chunk goes on to the gradients of features and head at once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+        loss_sum = wide(features.new_zeros(()))
+        gradients = (torch.empty_like(features), torch.zeros_like(wide(weight))) if any(ctx.needs_input_grad) else None
+        for start in range(0, len(targets), rows):
+            here = slice(start, start + rows)
+            x, y = features[here], targets[here]
+            logits = F.linear(x, weight)
+            loss_sum += cross_entropy(logits, y)
+            if gradients is not None:
+                surprise = wide(logits).softmax(dim=-1)
+                surprise.scatter_add_(1, y.clamp(min=0)[:, None], torch.full_like(surprise[:, :1], -1))
+                surprise = surprise.masked_fill_((y == IGNORED)[:, None], 0).to(logits.dtype)
+                gradients[0][here] = surprise @ weight
+                gradients[1].add_(surprise.mT @ x)
+        if gradients is not None:
+            ctx.save_for_backward(*gradients)
+        return loss_sum
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return *(gradient * one for one in ctx.saved_tensors), None, None
 
 
 def recompute_blocks(model: Transformer) -> None:
