@@ -107,7 +107,8 @@ def main() -> None:
     for axis, values in AXES.items():
         for value in values:
             batch = value if axis == "batch_size" else BATCH
-            config = BASE if axis == "batch_size" else replace(BASE, **{axis: value})
+            changed: dict[str, Any] = {} if axis == "batch_size" else {axis: value}
+            config = replace(BASE, **changed)
             steps = {who: trainee(config, batch, loss) for who, loss in LOSSES.items()}
             row = as_row({"axis": axis, "value": value}, interleave(steps, turns=5), "plain")
             row["bytes"] = {who: counted(config, batch, loss) for who, loss in LOSSES.items()}

@@ -7,7 +7,7 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,7 +29,7 @@ class Timing:
     turns: int
 
 
-def interleave(contestants: dict[str, Callable[[], object]], turns: int = 7, warmup: int = 1) -> dict[str, Timing]:
+def interleave(contestants: Mapping[str, Callable[[], object]], turns: int = 7, warmup: int = 1) -> dict[str, Timing]:
     """Time each contestant `turns` times, A B C A B C ..., after `warmup` rounds that do not count."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(warmup + turns):

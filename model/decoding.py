@@ -83,7 +83,7 @@ def run_block(block: Block, x: Tensor, position: Position, at: Tensor, mask: Ten
 
 class OneToken(TorchFunctionMode):
     """Writes a row's products as multiply and reduce. One token uses each weight that it reads once, so memory sets the pace;
-    such loops the compiler vectorises and fuses with what surrounds them, where a library's kernels are made to save arithmetic."""
+    such loops the compiler vectorises and fuses with what surrounds them; a library's kernels are made to save arithmetic."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and args[0].numel() == args[0].size(-1):  # several rows share what is read: a library's case
