@@ -1,5 +1,6 @@
 """What the README says can be typed, and what it says exists, is so."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from tiny_runs import command
 
 import sample
+from benchmarks.tables import filled
 from configs.schema import TrainConfig, register
 
 ROOT = Path(__file__).parent.parent
@@ -42,6 +45,36 @@ def test_every_train_command_composes(words):
     ]  # a sweep's first
     with initialize_config_dir(str(ROOT / "configs"), version_base=None):
         assert isinstance(OmegaConf.to_object(compose("train", overrides)), TrainConfig)
+
+
+SHORT = ["eval_windows=2", "eval_every=null", "sample_every=null", "wandb.mode=disabled"]
+SMALL = ["model.n_layers=1", "model.d_model=32", "model.n_heads=2", "model.context_length=16", "batch_size=2"]
+AWAY = ("tinystories", "fineweb_edu", "gpt2_124m", "$", "/shared", "resume=auto")  # a network, a cluster
+
+
+def test_the_train_commands_run_in_their_order(tmp_path, monkeypatch):
+    """As written but for their length and size; those that go on with a run do so with the one that a line before has made."""
+    monkeypatch.chdir(tmp_path)
+    text = "To be, or not to be, that is the question. " * 300
+    (tmp_path / "notes").mkdir()
+    for name in ("my_notes.txt", "tinyshakespeare.txt", "notes/one.txt", "notes/two.txt"):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"body": text}))
+    ran = []
+    for words in commands("train.py"):
+        if any(away in " ".join(words) for away in AWAY):
+            continue
+        steps = "steps=4" if any(word.startswith("resume=") for word in words) else "steps=2"
+        small = [] if any(word.startswith(("resume=", "init_from=")) for word in words) else SMALL
+        vocabulary = [] if any("shakespeare" in word for word in words) or not small else ["tokenizer.vocab_size=300"]
+        done = command(*words, *SHORT, *small, *vocabulary, steps)
+        assert done.status == 0, (words, done.err)
+        ran.append(words)
+    assert len(ran) > 8
+
+
+def test_the_tables_are_those_of_the_benchmarks_files():
+    assert filled(README) == README
 
 
 @pytest.mark.parametrize("words", commands("sample.py"), ids=" ".join)
