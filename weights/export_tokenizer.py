@@ -38,7 +38,9 @@ def as_theirs(ranks: dict[bytes, int], special: dict[str, int], pattern: str) ->
     theirs = Tokenizer(models.BPE(vocabulary, [(letters(a), letters(b)) for a, b in merges], ignore_merges=odd))
     steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     if merges:  # else there is nothing to keep apart
-        steps.insert(0, pre_tokenizers.Split(Regex(in_onigurumas_words(pattern)), "isolated"))
+        # Their regex engine reads x{1,3}+ as (x{1,3})+; tiktoken's as one to three, with no way back.
+        pattern = re.sub(r"(\\p\{\w+\})(\{\d+,\d+\})\+", r"(?>\1\2)", pattern)
+        steps.insert(0, pre_tokenizers.Split(Regex(pattern), "isolated"))
     theirs.pre_tokenizer = pre_tokenizers.Sequence(steps)
     theirs.decoder = decoders.ByteLevel()
     theirs.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
@@ -58,8 +60,3 @@ def parts(token: bytes, ranks: dict[bytes, int], rank: int) -> list[bytes]:
             break
         found[i : i + 2] = [found[i] + found[i + 1]]
     return found
-
-
-def in_onigurumas_words(pattern: str) -> str:
-    """The regex engine of `tokenizers` reads x{1,3}+ as (x{1,3})+; tiktoken's as one to three, with no way back."""
-    return re.sub(r"(\\p\{\w+\})(\{\d+,\d+\})\+", r"(?>\1\2)", pattern)

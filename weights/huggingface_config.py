@@ -88,7 +88,7 @@ def to_model_config(described: dict[str, Any]) -> ModelConfig:
     needed = [theirs for ours, theirs in {**keys, **scaling}.items() if ours not in unsaid]
     if missing := [key for key in needed if key not in described]:
         raise ValueError(f"{', '.join(missing)} is missing")
-    values = {ours: described.get(theirs, unsaid.get(ours)) for ours, theirs in keys.items()}
+    values: dict[str, Any] = {ours: described.get(theirs, unsaid.get(ours)) for ours, theirs in keys.items()}
     stretched = {ours: described[theirs] for ours, theirs in scaling.items()}
     return ModelConfig(**values, **GIVEN[family], rope_scaling=stretched or None)
 
