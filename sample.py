@@ -36,44 +36,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--no-cache", action="store_true", help="read the whole text again for each token: the same text, slowly")
     add = parser.add_argument_group("sampling").add_argument
     add("--max-new-tokens", metavar="N", type=int, default=200, help="default: %(default)s")
-    add(
-        "--temperature",
-        metavar="T",
-        type=float,
-        default=0.8,
-        help="0: always the best token; 1: the model's own odds; default: %(default)s",
-    )
-    add("--top-k", metavar="K", type=int, default=50, help="draw among the K best tokens; 0: off; default: %(default)s")
-    add(
-        "--top-p",
-        metavar="P",
-        type=float,
-        default=1.0,
-        help="draw among the fewest best tokens with probability P together; 1: off (default)",
-    )
-    add(
-        "--min-p",
-        metavar="P",
-        type=float,
-        default=0.0,
-        help="draw among tokens at least P times as probable as the best; 0: off (default)",
-    )
-    add(
-        "--repetition-penalty",
-        metavar="R",
-        type=float,
-        default=1.0,
-        help="above 1, tokens already in the text lose; 1: off (default)",
-    )
+    add("--temperature", metavar="T", type=float, default=0.8, help="0: the best token; 1: its own odds; default: %(default)s")
+    add("--top-k", metavar="K", type=int, default=50, help="draw among the K best; 0: off; default: %(default)s")
+    add("--top-p", metavar="P", type=float, default=1.0, help="draw among the best with P of the probability; 1: off (default)")
+    add("--min-p", metavar="P", type=float, default=0.0, help="those at least P times as probable as the best; 0: off (default)")
+    add("--repetition-penalty", metavar="R", type=float, default=1.0, help="above 1, tokens of the text lose; 1: off (default)")
     add("--seed", metavar="S", type=int, default=0, help="the same seed writes the same text; default: %(default)s")
     add("--num-samples", metavar="N", type=int, default=1, help="write N texts, with the seeds S, S + 1, ...; default: 1")
     add("--stop", metavar="TEXT", action="append", default=[], help="end before this text; may be given several times")
-    add(
-        "--overflow",
-        choices=("slide", "stop"),
-        default="slide",
-        help="when the context is full, go on with its last half (default), or end",
-    )
+    add("--overflow", choices=("slide", "stop"), default="slide", help="full context: go on with its last half (default), or end")
     add = parser.add_argument_group("output").add_argument
     add("--no-stream", action="store_true", help="print the text when it is complete")
     add("--logprobs", metavar="N", type=int, nargs="?", const=3, help="list each token's probability and N others (3), on stderr")

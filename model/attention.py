@@ -49,6 +49,14 @@ def attention_mask(position: Position, q_at: Tensor, k_at: Tensor) -> Tensor:
     return torch.where(visible, 0.0 if bias is None else bias, -math.inf)
 
 
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm in the type of its input, which autocast makes a narrower one than its weight's: else no fused kernel takes both."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class MultiHeadAttention(nn.Module):
     """h attentions side by side, each in its own subspace of width d, concatenated and projected.
 
@@ -78,8 +86,8 @@ class MultiHeadAttention(nn.Module):
         self.dropout = dropout
         heads = self.n_heads + 2 * self.n_kv_heads
         self.qkv = nn.Linear(d_model, heads * self.head_width, bias=bias if qkv_bias is None else qkv_bias)
-        self.q_norm = nn.RMSNorm(self.head_width, eps=norm_eps) if qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_width, eps=norm_eps) if qk_norm else nn.Identity()
+        self.q_norm = HeadNorm(self.head_width, eps=norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = HeadNorm(self.head_width, eps=norm_eps) if qk_norm else nn.Identity()
         self.out = nn.Linear(n_heads * self.head_width, d_model, bias=bias)
 
     def project(self, x: Tensor, position: Position, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:

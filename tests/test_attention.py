@@ -1,6 +1,7 @@
 """Attention as the equation, as the fused kernel, and as a module: three ways to say the same."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -146,6 +147,19 @@ def test_qk_norm_bounds_the_scores_whatever_the_weights():
     q, k, _ = attention.project(x, Position(), torch.arange(9))
     scores = q @ rearrange(k, "b h s d -> b h d s") / math.sqrt(8)
     assert scores.abs().max() <= math.sqrt(8) + 1e-6
+
+
+def test_qk_norm_under_autocast_is_given_one_type():
+    """torch warns, and leaves its fused kernel, where the weight is wider than the input."""
+    attention, x = MultiHeadAttention(32, 4, qk_norm=True), randn(2, 9, 32).float()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16):
+            warnings.simplefilter("error")
+            attention(x).sum().backward()
+    finally:
+        torch.set_warn_always(False)
+    assert attention.q_norm.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 import json
 import random
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import tiktoken
-import tokenizers
 import torch
 import transformers
 from hypothesis import given, settings
@@ -18,8 +19,10 @@ from safetensors.torch import load_file
 from data.tokenizer import TiktokenTokenizer, Tokenizer, TokenizerConfig, build_tokenizer
 from model import ModelConfig, Sampling, Transformer, generate
 from tests.foreign_models import CONFIGS, greedy, save_random
-from weights import checkpoint, export_tokenizer, huggingface
+from weights import checkpoint, export_tokenizer
 from weights.export import choose_family, export
+from weights.huggingface import read_model
+from weights.model_card import command_of
 
 ROOT = Path(__file__).parent.parent
 TEXT = "".join(path.read_text() for path in sorted((ROOT / "model").glob("*.py"))) + "L'été, 它們 ünïcödé €5 🙂🙂 "
@@ -92,7 +95,7 @@ def test_transformers_computes_our_logits_and_our_text(family, values, bpe, tmp_
 def test_out_and_in_again_is_the_same_model(family, values, bpe, tmp_path):
     model = random_model(**values)
     export(save(model, bpe, tmp_path / "ours"), tmp_path / "out")
-    back = huggingface.load_model(tmp_path / "out").state_dict()
+    back = read_model(tmp_path / "out").state_dict()
     ours = model.state_dict()
     assert all(torch.equal(back[name], ours[name]) for name in ours)
     assert all((back[name] == 0).all() for name in back.keys() - ours.keys())
@@ -229,7 +232,7 @@ def test_the_patterns_of_named_tokenizers_split_alike_in_both_engines(name, bpe)
     ranks = {**bpe.ranks, b" zqxj": 399}
     special = {"<|endoftext|>": 405, "<|endofprompt|>": 410}
     ours = tiktoken.Encoding(name, pat_str=PATTERNS[name], mergeable_ranks=ranks, special_tokens=special)
-    theirs = tokenizers.Tokenizer.from_str(json.dumps(export_tokenizer.tokenizer_json(ranks, special, PATTERNS[name])))
+    theirs = export_tokenizer.as_theirs(ranks, special, PATTERNS[name])
     draw = random.Random(0)
     letters = "aA1234 \n\t'sSlL/!éЖ中\r\u3000\u0301ßǅʰ€🙂"
     texts = ["".join(draw.choice(letters) for _ in range(draw.randint(1, 30))) for _ in range(2000)]
@@ -261,7 +264,7 @@ def test_the_command_writes_a_card_of_the_run(bpe, tmp_path):
         "| tokens | 12,345,678 seen in 10 steps |",
         "| training loss | 4.5000 (step 10) |",
         "| validation loss | 5.2500, perplexity 190.57, 2.5000 bits per byte (step 5) |",
-        "| command | `python train.py steps=15` |",
+        "```bash\npython train.py steps=15\n```",
         "seed: 7",
     ):
         assert fact in card
@@ -272,6 +275,20 @@ def test_the_command_writes_a_card_of_the_run(bpe, tmp_path):
         again.returncode != 0
         and again.stderr == f"error: {tmp_path / 'poet'} exists already: choose another name, or remove it\n"
     )
+
+
+@pytest.mark.parametrize("stored", ["train.py steps=15", "/home/ada/sprout/train.py steps=15", "python train.py steps=15"])
+def test_the_command_of_a_card_is_one_that_runs(stored):
+    assert command_of({"command": stored}) == "python train.py steps=15"
+
+
+def test_the_command_of_a_card_keeps_its_words(bpe, tmp_path):
+    """Whatever is in them: a bar would end a table's cell."""
+    words = ["train.py", "prompt=a|b", "data.path=two words.txt"]
+    ours = save(random_model(), bpe, tmp_path / "ours", command=shlex.join(words))
+    export(ours, tmp_path / "out")
+    shown = re.search(r"```bash\n(.*?)\n```", (tmp_path / "out" / "README.md").read_text(), re.DOTALL)
+    assert shlex.split(shown[1]) == ["python", *words]
 
 
 def test_an_export_is_complete_or_absent(bpe, tmp_path, monkeypatch):
@@ -295,6 +312,16 @@ def test_an_empty_folder_is_used_and_a_full_one_is_not_touched(bpe, tmp_path):
     with pytest.raises(ValueError, match="exists already"):
         export(ours, tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
+
+
+def test_a_neighbour_that_looks_temporary_is_not_touched(bpe, tmp_path):
+    ours = save(random_model(), bpe, tmp_path / "ours")
+    (tmp_path / "out.tmp").mkdir()
+    (tmp_path / "out.tmp" / "thesis.tex").write_text("years of work")
+    export(ours, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "out", "out.tmp"]
+    assert [path.name for path in (tmp_path / "out.tmp").iterdir()] == ["thesis.tex"]
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "out.tmp").stat().st_mode
 
 
 def test_lone_surrogates_aside_there_is_no_text_that_is_not_encoded_alike(exported):

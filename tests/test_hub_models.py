@@ -16,13 +16,13 @@ ROOT = Path(__file__).parent.parent
 FETCH = """
 import json, sys
 from weights import hub
-from weights.huggingface import load_model
+from weights.huggingface import read_model
 
 answers = {}
 for name in sys.argv[1:]:
     try:
         folder = hub.fetch(name)
-        answers[name] = [str(folder), sum(p.numel() for p in load_model(folder).parameters())]
+        answers[name] = [str(folder), sum(p.numel() for p in read_model(folder).parameters())]
     except ValueError as error:
         answers[name] = str(error)
 print(json.dumps(answers))
@@ -104,10 +104,32 @@ def test_what_cannot_be_had_is_one_line(models, tmp_path):
 @pytest.mark.parametrize("silent", [True, False])
 def test_without_a_network_it_takes_seconds_to_say_so(silent, tmp_path):
     started = time.monotonic()
-    with serve(Hub(tmp_path, silent=silent)) as hub:
+    with serve(Hub(tmp_path, silent={"owner/any"})) as hub:
         if silent:  # accepts the connection and never answers
             error = fetch(hub, tmp_path, "owner/any")
     if not silent:
         error = fetch(hub, tmp_path, "owner/any")
     assert time.monotonic() - started < 30
     assert error["owner/any"].endswith(f"{hub.url} does not answer: try again later")
+
+
+def test_a_busy_hub_is_asked_again_for_seconds_and_then_the_cache_answers(models, tmp_path):
+    page = "/owner/whole/resolve/main/config.json"
+    with serve(Hub(models, failing={page: 2})) as hub:
+        first = fetch(hub, tmp_path, "owner/whole")
+    started = time.monotonic()
+    with serve(Hub(models, failing={page: 1000})) as hub:
+        again = fetch(hub, tmp_path, "owner/whole")
+        other = fetch(hub, tmp_path / "elsewhere", "owner/whole")
+    assert time.monotonic() - started < 60  # half a minute each
+    assert first == again
+    assert other["owner/whole"].endswith(f"not in the hub's cache, and {hub.url} is busy (it answers 503): try again later")
+
+
+def test_a_hub_that_is_busy_half_way_is_given_up_within_half_a_minute(models, tmp_path):
+    with serve(Hub(models, failing={f"/owner/whole/resolve/{COMMIT}/model.safetensors": 1000})) as hub:
+        started = time.monotonic()
+        error = fetch(hub, tmp_path, "owner/whole")["owner/whole"]
+        print(f"{time.monotonic() - started:.1f} s: {error}")
+    assert time.monotonic() - started < 40  # with the start of the process
+    assert isinstance(error, str) and "\n" not in error and "503" in error

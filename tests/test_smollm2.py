@@ -4,6 +4,8 @@ import argparse
 import inspect
 import json
 import math
+import random
+import re
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,11 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 
+import sample
 from model import Sampling, Transformer, generate
 from tests import smollm2
 from tests.foreign_models import greedy
+from tests.tiny_runs import finished, metrics
 from weights import load
 from weights.export import export
 
@@ -103,3 +107,46 @@ def test_in_out_in_is_exact_to_the_bit(ours, folder, tmp_path):
     state = model.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in ours[0].state_dict().items())
     assert tokenizer.encode(PROMPT) == ours[1].encode(PROMPT)
+
+
+def verses(n: int) -> str:
+    """Text that a model of English learns something of within a few steps."""
+    draw = random.Random(0)
+    things = ["kettle", "lantern", "otter", "violin", "teapot", "ladder"]
+    return "".join(f"Verse {i}: the {draw.choice(things)} sings to the {draw.choice(things)} at dawn.\n" for i in range(n))
+
+
+def test_finetuned_sampled_and_exported(folder, tmp_path, capsys):
+    """What its users do with it, from end to end."""
+    (tmp_path / "verses.txt").write_text(verses(150))
+    run, data = tmp_path / "run", [f"data.path={tmp_path / 'verses.txt'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    shape = ["model.context_length=64", "batch_size=2", "steps=12", "schedule.warmup_steps=2", "eval_every=6", "eval_windows=4"]
+    where = ["device=cpu", "dtype=float32", "wandb.mode=disabled", "keep_checkpoints=1"]
+    arguments = ["experiment=finetune", f"init_from={folder}", *data, *shape, *where]
+    before = re.search(r"validation loss ([\d.]+)", finished(*arguments, "eval_only=true").out)
+    finished(*arguments, f"run_dir={run}")
+    losses = [float(before[1]), *(row["val/loss"] for row in metrics(run) if "val/loss" in row)]
+    print("held-out loss:", " ".join(f"{loss:.3f}" for loss in losses))
+    assert losses[0] > losses[1] > losses[2] and losses[2] < 0.8 * losses[0]
+
+    model, tokenizer = load(run)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "Verse 200: the otter sings to the"
+    ids = theirs(text)["input_ids"]
+    assert tokenizer.encode(text) == ids
+    capsys.readouterr()
+    sampled = sample.main(["--checkpoint", str(run), "--prompt", text, "--max-new-tokens", "8", "--temperature", "0"])
+    said = capsys.readouterr().out
+    expected = generate(model, [ids], 8, sampling=Sampling(temperature=0), stop_ids=tokenizer.ends)[0]
+    assert (sampled, said) == (0, text + theirs.decode(expected) + "\n") and "at dawn" in said
+
+    export(run, tmp_path / "out")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert again(text)["input_ids"] == ids and again.eos_token_id == tokenizer.end_of_text
+    held_out = torch.tensor([theirs(verses(150))["input_ids"][-64:]])
+    with torch.no_grad():
+        difference = (exported(held_out).logits - model(held_out)).abs().max().item()
+    print(f"largest difference of logits: {difference:.1e}")
+    assert difference < 1e-4
+    assert greedy(exported, torch.tensor([ids]), 8)[0] == expected

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import torch
 
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 from model import ModelConfig, Transformer
-from weights import checkpoint, hub, huggingface
+from weights import checkpoint, hub
+from weights.huggingface import read_model
 from weights.huggingface_config import read_config
 
 
@@ -16,7 +17,7 @@ def load(path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtyp
     The dtype defaults to that of the file. Raises FileNotFoundError or ValueError, in one line, for what cannot be loaded.
     """
     folder = locate(path)
-    return (checkpoint if checkpoint.is_ours(folder) else huggingface).load(folder, device, dtype)
+    return read_model(folder, device, dtype), load_tokenizer(folder)
 
 
 def locate(path: str | Path) -> Path:
@@ -25,5 +26,4 @@ def locate(path: str | Path) -> Path:
 
 
 def model_config(path: str | Path) -> ModelConfig:
-    folder = locate(path)
-    return checkpoint.model_config(folder) if checkpoint.is_ours(folder) else read_config(folder)[1]
+    return read_config(locate(path))[1]

@@ -10,10 +10,11 @@ moment a process dies at, `latest` names a whole checkpoint. Nothing here can ru
 import json
 import os
 import shutil
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data.tokenizer import Tokenizer, load_tokenizer
-from model import ModelConfig, Transformer
+from data.token_file import sync, write_atomically
+from data.tokenizer import Tokenizer
+from model import ModelConfig
 
 FORMAT = "sprout"
 PREFIXES = ("_orig_mod.", "module.", "model.")  # left by torch.compile, DistributedDataParallel and NextTokenLoss
@@ -55,11 +57,11 @@ def save(
 
 def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Run `write` in a temporary folder beside `folder`, sync it to disk, and give it its name."""
-    temporary = folder.with_name(folder.name + ".tmp")
-    try:
-        with writing(folder):
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.", suffix=".tmp") as place:
+            temporary = Path(place, folder.name)
+            temporary.mkdir()
             write(temporary)
             for path in (*temporary.iterdir(), temporary):
                 sync(path)
@@ -67,8 +69,6 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
                 shutil.rmtree(folder)
             temporary.rename(folder)
             sync(folder.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
@@ -84,19 +84,8 @@ def writing(path: Path) -> Iterator[None]:
 
 def write_text(path: Path, text: str) -> None:
     """All of the text or, if that fails, what the file held before."""
-    temporary = path.with_name(path.name + ".tmp")
     with writing(path):
-        temporary.write_text(text)
-        sync(temporary)
-        os.replace(temporary, path)
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        write_atomically(path, text)
 
 
 def point(link: Path, target: Path) -> None:
@@ -110,7 +99,7 @@ def point(link: Path, target: Path) -> None:
 
 def steps(folder: Path) -> list[Path]:
     """The complete checkpoints in a `checkpoints` folder, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.suffix != ".tmp" and (path / "trainer.pt").exists())
+    return sorted(file.parent for file in folder.glob("step-*[0-9]/trainer.pt"))
 
 
 def find(path: Path) -> Path:
@@ -131,66 +120,54 @@ def newest(runs: Path = Path("runs")) -> Path:
     return max(found)[1]
 
 
-def is_ours(folder: Path) -> bool:
-    return read_config(folder).get("format") == FORMAT
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
+def read_json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing: {folder} is no checkpoint") from None
+        raise FileNotFoundError(f"{path} is missing: {path.parent} holds no model") from None
     except (ValueError, TypeError) as error:
         raise ValueError(damaged(path, error)) from None
 
 
-def model_config(folder: Path) -> ModelConfig:
-    known = {field.name for field in fields(ModelConfig)}
-    values = read_config(folder)["model"]
-    if unknown := sorted(set(values) - known):
-        raise ValueError(f"{folder / 'config.json'} has model keys this version does not know: {', '.join(unknown)}")
-    return ModelConfig(**values)
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a safetensors file."""
+
+    file: Path
+    name: str
+    shape: list[int]
+    dtype: str  # as the format spells it
+
+    def read(self) -> Tensor:
+        """The library maps a file to memory until its last tensor is gone: it is opened for this one alone."""
+        with safe_open(self.file, framework="pt") as file:
+            return file.get_tensor(self.name)
 
 
-def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Transformer:
-    """The model of one of our checkpoints, in its own dtype unless told otherwise."""
-    model = Transformer(model_config(folder))
-    weights = read_weights(folder / "model.safetensors", device)
-    model.to(device=device, dtype=dtype or weights["embed.weight"].dtype)
-    assign(model, weights, folder / "model.safetensors")
-    return model
-
-
-def assign(model: Transformer, weights: dict[str, Tensor], source: Path) -> None:
-    """Copy weights into a model; the names must match exactly."""
-    own = model.state_dict()
-    if model.config.tie_embeddings:
-        own.pop("head.weight")
-        weights.pop("head.weight", None)
-    for what, names in (("lacks", own.keys() - weights.keys()), ("has unknown", weights.keys() - own.keys())):
-        if names:
-            some = ", ".join(sorted(names)[:3])
-            raise ValueError(f"{source} {what} weights: {some}{' ...' if len(names) > 3 else ''} ({len(names)} in all)")
-    for name, w in own.items():
-        if w.shape != weights[name].shape:
-            raise ValueError(f"{source}: {name} is {tuple(weights[name].shape)}, the model needs {tuple(w.shape)}")
-        w.copy_(weights[name])
-
-
-def read_weights(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """The tensors of a safetensors file, without the prefixes that wrappers leave before their names."""
+def stored(path: Path) -> dict[str, Stored]:
+    """What a safetensors file holds, of which only the header is read."""
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            names = file.keys()
-            return {bare(name): file.get_tensor(name) for name in names}
+        with safe_open(path, framework="pt") as file:
+            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            return {name: Stored(path, name, part.get_shape(), part.get_dtype()) for name, part in found.items()}
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing: use another checkpoint of the run") from None
+        remedy = "fetch it, or choose a model that has it (other formats are not read)"
+        if any(path.parent.glob("pytorch_model*.bin")):
+            remedy = (
+                "pytorch_model.bin is a pickle, which can run code when it is read: convert it, if you trust it, with "
+                "transformers' AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            )
+        raise ValueError(f"{path} is missing: {remedy}") from None
     except (SafetensorError, OSError) as error:
         raise ValueError(damaged(path, error)) from None
 
 
+def read_weights(path: Path) -> dict[str, Tensor]:
+    return {bare(name): tensor.read() for name, tensor in stored(path).items()}
+
+
 def bare(name: str) -> str:
+    """The name without what wrappers leave before it."""
     while prefix := next((p for p in PREFIXES if name.startswith(p)), None):
         name = name.removeprefix(prefix)
     return name.replace("._orig_mod.", ".")
@@ -225,7 +202,7 @@ def damaged(path: Path, error: Exception) -> str:
     """One line that names the file and, if there is one, the newest other checkpoint that is whole."""
     own, others = path.parent.resolve().name, reversed(steps(path.parent.parent))
     good = next((other for other in others if other.name != own and is_whole(other)), None)
-    remedy = f"{good} is whole, use that" if good else "no other checkpoint lies beside it"
+    remedy = f"{good} is whole, use that" if good else "fetch it again (no other checkpoint lies beside it)"
     return f"{path} is damaged ({' '.join(str(error).split())[:120]}): {remedy}"
 
 
@@ -235,7 +212,3 @@ def is_whole(folder: Path) -> bool:
             return trainer.testzip() is None and bool(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError, SafetensorError, zipfile.BadZipFile):
         return False
-
-
-def load(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> tuple[Transformer, Tokenizer]:
-    return load_model(folder, device, dtype), load_tokenizer(folder)

@@ -18,10 +18,9 @@ from data.foreign_tokenizer import ForeignTokenizer
 from data.tokenizer import TiktokenTokenizer, Tokenizer
 from model import ModelConfig, Transformer
 from weights import load
-from weights.blank import skeleton
 from weights.checkpoint import write_folder
 from weights.export_tokenizer import save_tokenizer
-from weights.huggingface import pieces
+from weights.huggingface import as_theirs, skeleton
 from weights.huggingface_config import GIVEN, filled_in, from_model_config, to_model_config
 from weights.model_card import model_card
 
@@ -77,15 +76,11 @@ def lacks(family: str, config: ModelConfig) -> list[str]:
 
 def to_theirs(model: Transformer, config: ModelConfig, family: str) -> dict[str, Tensor]:
     """The tensors of a model of this family that computes what ours does; `config` is ours as read back from the family's."""
-    parameters = dict(model.named_parameters())
-    tensors = {}
-    for piece in pieces(skeleton(config), family):
-        if piece.ours in parameters:
-            rows = parameters[piece.ours].detach()[piece.rows]
-            tensors[piece.theirs] = (rows.T if piece.transposed else rows).contiguous()
-        else:
-            tensors[piece.theirs] = torch.zeros(piece.shape, dtype=model.embed.weight.dtype)
-    return tensors
+    ours = {name: p.detach() for name, p in model.named_parameters()}
+    for name, p in skeleton(config).named_parameters():
+        if name not in ours:
+            ours[name] = torch.zeros(p.shape, dtype=model.embed.weight.dtype)
+    return {name: view.contiguous() for name, view in as_theirs(ours, config, family).items()}
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:

@@ -3,7 +3,8 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from data.foreign_tokenizer import ALPHABET
 from data.tokenizer import END_OF_TEXT, TiktokenTokenizer
@@ -17,8 +18,8 @@ def save_tokenizer(tokenizer: TiktokenTokenizer, folder: Path, context_length: i
     As in our own tokenizers, text that spells a special token is text (split_special_tokens); transformers has
     `tokenizer(text, split_special_tokens=False)` for the opposite.
     """
-    described = tokenizer_json(tokenizer.ranks, tokenizer.special, tokenizer.pattern)
-    (folder / "tokenizer.json").write_text(json.dumps(described, ensure_ascii=False))
+    theirs = as_theirs(tokenizer.ranks, tokenizer.special, tokenizer.pattern)
+    (folder / "tokenizer.json").write_text(theirs.to_str(), encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context_length,
@@ -29,35 +30,21 @@ def save_tokenizer(tokenizer: TiktokenTokenizer, folder: Path, context_length: i
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def tokenizer_json(ranks: dict[bytes, int], special: dict[str, int], pattern: str) -> dict[str, Any]:
+def as_theirs(ranks: dict[bytes, int], special: dict[str, int], pattern: str) -> Tokenizer:
     merges = [pair for token, rank in ranks.items() if len(pair := parts(token, ranks, rank)) == 2]
-    split = {"type": "Split", "pattern": {"Regex": in_onigurumas_words(pattern)}, "behavior": "Isolated", "invert": False}
-    bytes_to_letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    as_text = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": token, "content": text, **as_text} for text, token in special.items()],
-        "normalizer": None,
-        # Where nothing is merged there is nothing to keep apart.
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, bytes_to_letters] if merges else [bytes_to_letters]},
-        "post_processor": None,
-        "decoder": bytes_to_letters,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            # A piece that is a token is that token, even one that no merges lead to: tiktoken's rule.
-            "ignore_merges": len(merges) + 256 < len(ranks),
-            "vocab": {letters(token): rank for token, rank in ranks.items()} | special,
-            "merges": [[letters(a), letters(b)] for a, b in merges],
-        },
-    }
+    vocabulary = {letters(token): rank for token, rank in ranks.items()} | special
+    # A piece that is a token is that token, even one that no merges lead to: tiktoken's rule.
+    odd = len(merges) + 256 < len(ranks)
+    theirs = Tokenizer(models.BPE(vocabulary, [(letters(a), letters(b)) for a, b in merges], ignore_merges=odd))
+    steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    if merges:  # else there is nothing to keep apart
+        # Their regex engine reads x{1,3}+ as (x{1,3})+; tiktoken's as one to three, with no way back.
+        pattern = re.sub(r"(\\p\{\w+\})(\{\d+,\d+\})\+", r"(?>\1\2)", pattern)
+        steps.insert(0, pre_tokenizers.Split(Regex(pattern), "isolated"))
+    theirs.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    theirs.decoder = decoders.ByteLevel()
+    theirs.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    return theirs
 
 
 def letters(token: bytes) -> str:
@@ -73,8 +60,3 @@ def parts(token: bytes, ranks: dict[bytes, int], rank: int) -> list[bytes]:
             break
         found[i : i + 2] = [found[i] + found[i + 1]]
     return found
-
-
-def in_onigurumas_words(pattern: str) -> str:
-    """The regex engine of `tokenizers` reads x{1,3}+ as (x{1,3})+; tiktoken's as one to three, with no way back."""
-    return re.sub(r"(\\p\{\w+\})(\{\d+,\d+\})\+", r"(?>\1\2)", pattern)

@@ -1,19 +1,21 @@
 """Models by name: from the Hugging Face hub, by way of its local cache."""
 
+import time
 from pathlib import Path
 
 from weights.huggingface_config import read_config
 
-FILES = [
-    "config.json",
-    "generation_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-]
+FILES = ["*config.json", "tokenizer.json", "model*.safetensors*"]
+PAUSES = (0.5, 1, 2, 4)  # seconds between questions to a busy hub
+MEANING = {  # of the client's errors
+    "GatedRepoError": "{name} is gated: accept its terms on {hub}/{repo}, then run `hf auth login`",
+    "RepositoryNotFoundError": "{name} is no folder here and no model on {hub} (if it is private: run `hf auth login`)",
+    "RevisionNotFoundError": "{repo} on {hub} has no revision {revision}",
+    "LocalEntryNotFoundError": "{name} is no folder here and not in the hub's cache, and {hub} {trouble}: try again later",
+    "EntryNotFoundError": "{repo} on {hub} has no config.json: it is no model for transformers",
+    "HFValidationError": "{name} does not exist here, and is no name of a model on {hub} (owner/model)",
+    "Exception": "{name} cannot be downloaded: {error}",  # of the network or the disk
+}
 
 
 def fetch(name: str) -> Path:
@@ -23,46 +25,36 @@ def fetch(name: str) -> Path:
     the latter before its weights are downloaded.
     """
     # Imported here: it takes half a second, and only the name of a model on the hub needs it.
-    from huggingface_hub import constants, errors, hf_hub_download, snapshot_download
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub import constants, hf_hub_download, hf_hub_url, snapshot_download
 
     repo, _, revision = name.partition("@")
-    endpoint = constants.ENDPOINT
+    asked, trouble = revision or None, ""
     try:
-        validate_repo_id(repo)
-    except errors.HFValidationError:
-        raise ValueError(f"{name} does not exist here, and is no name of a model on {endpoint} (owner/model)") from None
-    offline = not answers(endpoint)
-    try:
-        config = Path(hf_hub_download(repo, "config.json", revision=revision or None, local_files_only=offline))
-        read_config(config.parent)
-        commit = config.parent.name  # the weights of the same revision, whatever is pushed in between
-        return Path(
-            snapshot_download(repo, revision=commit, allow_patterns=FILES, ignore_patterns=["*/*"], local_files_only=offline)
-        )
-    except errors.LocalEntryNotFoundError:
-        why = "does not answer" if offline else "broke off"
-        raise ValueError(f"{name} is no folder here and not in the hub's cache, and {endpoint} {why}: try again later") from None
-    except errors.GatedRepoError:
-        raise ValueError(f"{name} is gated: accept its terms on {endpoint}/{repo}, then run `hf auth login`") from None
-    except errors.RepositoryNotFoundError:
-        raise ValueError(f"{name} is no folder here and no model on {endpoint} (if it is private: run `hf auth login`)") from None
-    except errors.RevisionNotFoundError:
-        raise ValueError(f"{repo} on {endpoint} has no revision {revision}") from None
-    except errors.EntryNotFoundError:
-        raise ValueError(f"{repo} on {endpoint} has no config.json: it is no model for transformers") from None
-    except ValueError:
-        raise  # an unsupported model's
-    except Exception as error:  # of the network library, which differs between versions of the client, or of the disk
-        raise ValueError(f"{name} cannot be downloaded: {' '.join(str(error).split())}") from None
+        trouble = trouble_with(hf_hub_url(repo, "config.json", revision=asked))
+        offline = bool(trouble)
+        folder = Path(hf_hub_download(repo, "config.json", revision=asked, local_files_only=offline)).parent
+        read_config(folder)
+        commit = folder.name  # the weights of the same one, whatever is pushed in between
+        snapshot_download(repo, revision=commit, allow_patterns=FILES, ignore_patterns=["*/*"], local_files_only=offline)
+        return folder
+    except Exception as error:
+        if type(error) is ValueError:  # an unsupported model's
+            raise
+        meaning = next(MEANING[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in MEANING)
+        known = {"name": name, "repo": repo, "revision": revision, "hub": constants.ENDPOINT, "trouble": trouble or "broke off"}
+        raise ValueError(meaning.format(**known, error=" ".join(str(error).split()))) from None
 
 
-def answers(endpoint: str) -> bool:
-    """Whether anything answers there within seconds: the client itself tries for much longer, or without an end."""
+def trouble_with(url: str) -> str:
+    """Why nothing can be had from there now, if so; known within seconds: the client itself tries for long, or without an end."""
     from huggingface_hub.utils import get_session  # likewise
 
-    try:
-        get_session().head(endpoint, timeout=5)
-    except Exception:  # as above
-        return False
-    return True
+    for pause in (*PAUSES, 0):
+        try:
+            status = get_session().head(url, timeout=5).status_code
+        except Exception:  # of the network library, which differs between versions of the client
+            return "does not answer"
+        if status != 429 and status < 500:
+            return ""
+        time.sleep(pause)
+    return f"is busy (it answers {status})"

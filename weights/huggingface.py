@@ -1,156 +1,133 @@
-"""Models in Hugging Face's formats: GPT-2 and the Llama family (Llama, Mistral, Qwen2, Qwen3), without `transformers`.
+"""Models from safetensors files: ours, and those of GPT-2 and the Llama family (Llama, Mistral, Qwen2, Qwen3).
 
-From config.json and safetensors, whole or in shards. What is not supported is refused by name before any weight is
-read, and nothing is unpickled.
+What does not fit is refused by name before any weight is read, and nothing is unpickled.
 """
 
-import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from data.tokenizer import Tokenizer, load_tokenizer
-from model import Transformer
-from weights.blank import allocate, skeleton
+from model import ModelConfig, Transformer
+from model.positions import make_position
+from weights.checkpoint import FORMAT, Stored, bare, read_json, stored
 from weights.huggingface_config import read_config
-from weights.safetensors_file import DTYPES, StoredTensor, stored_tensors
 
 # Ours, GPT-2's, the Llama family's; "*" is the number of the block.
-# Several names: theirs, stacked by rows, are our one. ^T: stored transposed (Conv1D is a Linear turned round).
+# a|b: theirs, stacked by rows, are our one. ^T: stored transposed (Conv1D is a Linear turned round).
 NAMES = {
     "embed": ("wte", "embed_tokens"),
     "position.table": ("wpe", None),
     "blocks.*.attention_norm": ("h.*.ln_1", "layers.*.input_layernorm"),
-    "blocks.*.attention.qkv": (
-        "h.*.attn.c_attn ^T",
-        "layers.*.self_attn.q_proj layers.*.self_attn.k_proj layers.*.self_attn.v_proj",
-    ),
+    "blocks.*.attention.qkv": ("h.*.attn.c_attn ^T", "layers.*.self_attn.q_proj|k_proj|v_proj"),
     "blocks.*.attention.q_norm": (None, "layers.*.self_attn.q_norm"),
     "blocks.*.attention.k_norm": (None, "layers.*.self_attn.k_norm"),
     "blocks.*.attention.out": ("h.*.attn.c_proj ^T", "layers.*.self_attn.o_proj"),
     "blocks.*.mlp_norm": ("h.*.ln_2", "layers.*.post_attention_layernorm"),
-    "blocks.*.mlp.up": ("h.*.mlp.c_fc ^T", "layers.*.mlp.gate_proj layers.*.mlp.up_proj"),
+    "blocks.*.mlp.up": ("h.*.mlp.c_fc ^T", "layers.*.mlp.gate_proj|up_proj"),
     "blocks.*.mlp.down": ("h.*.mlp.c_proj ^T", "layers.*.mlp.down_proj"),
     "norm": ("ln_f", "norm"),
     "head": ("lm_head", "lm_head"),
 }
 HEAD = "lm_head.weight"  # alone without the prefix of all others (which files of a bare GPT2Model or LlamaModel lack)
 BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.")  # masks and tables that older files carry along
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Some rows of one of our parameters, and the tensor of theirs that holds them."""
+class WithoutDraws(TorchFunctionMode):
+    """Weights need no random values; on the meta device drawing them would load much of torch's compiler, too."""
 
-    ours: str
-    rows: slice
-    theirs: str
-    shape: tuple[int, ...]  # of theirs
-    transposed: bool
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return kwargs["tensor"] if func is nn.init.normal_ else func(*args, **kwargs)
 
 
-def pieces(model: Transformer, family: str) -> Iterator[Piece]:
-    """Every parameter of ours in terms of theirs. A tied head is no parameter of its own, on either side."""
-    config = model.config
-    stacked = {
-        "blocks.*.attention.qkv": [n * config.head_width for n in (config.n_heads, config.kv_heads, config.kv_heads)],
-        "blocks.*.mlp.up": [config.hidden_width, config.hidden_width],
-    }
-    for ours, parameter in model.named_parameters():
-        module, kind = ours.rsplit(".", 1)
-        number = re.search(r"\d+", module)
-        module = re.sub(r"\d+", "*", module)
-        names, mark, _ = (NAMES[module][family != "gpt2"] or "").partition(" ^T")
-        transposed = bool(mark) and kind == "weight"
-        sizes = stacked[module] if " " in names else [parameter.size(0)]
-        start = 0
-        for name, size in zip(names.split(), sizes, strict=True):
-            theirs = full_name(name.replace("*", number[0] if number else "") + f".{kind}", family)
-            shape = (size, *parameter.shape[1:])
-            yield Piece(ours, slice(start, start + size), theirs, shape[::-1] if transposed else shape, transposed)
-            start += size
+def skeleton(config: ModelConfig) -> Transformer:
+    """The model's names and shapes, on the meta device."""
+    with torch.device("meta"), WithoutDraws():
+        return Transformer(config)
 
 
-def full_name(name: str, family: str) -> str:
-    prefix = "transformer." if family == "gpt2" else "model."
-    return name if name == HEAD or name.startswith(prefix) else prefix + name
+def read_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Transformer:
+    """The model of a folder; its dtype is that of the stored embedding unless told otherwise.
 
-
-def load(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> tuple[Transformer, Tokenizer]:
-    """A folder's model and its own tokenizer. Raises ValueError, in one line, for what cannot be loaded."""
-    return load_model(folder, device, dtype), load_tokenizer(folder)
-
-
-def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Transformer:
-    """The model alone; its dtype is that of the stored embedding unless told otherwise."""
+    No memory is touched before a weight is read into it, and the largest come first: the peak is the model's own size.
+    """
     family, config = read_config(folder)
-    model = skeleton(config)
-    wanted = list(pieces(model, family))
-    found = find_weights(folder, family)
-    check(wanted, found, folder, config.tie_embeddings)
-    allocate(model, device, dtype or DTYPES[found[wanted[0].theirs].dtype])
-    parameters = dict(model.named_parameters())
-    for piece in wanted:
-        rows = parameters[piece.ours].detach()[piece.rows]
-        found[piece.theirs].copy_to(rows.T if piece.transposed else rows)
-    if config.tie_embeddings and HEAD in found:
-        head = torch.empty_like(model.embed.weight)
-        found[HEAD].copy_to(head)
-        if not torch.equal(head, model.embed.weight):
-            raise ValueError(f"{folder}: {HEAD} is not the embedding, though tie_word_embeddings is true: set it to false")
+    model, found = skeleton(config), find_weights(folder, family)
+    wanted = as_theirs(dict(model.named_parameters()), config, family)
+    embedding = next(iter(wanted))
+    tied_head = config.tie_embeddings and HEAD in found  # stored all the same
+    if tied_head:
+        wanted[HEAD] = wanted[embedding]
+    check(wanted, found, folder)
+    if tied_head and not torch.equal(found[HEAD].read(), found[embedding].read()):
+        raise ValueError(f"{folder}: {HEAD} is not the embedding, though tie_word_embeddings is true: set it to false")
+    dtype = dtype or DTYPES[found[embedding].dtype]
+    weights = {name: torch.empty(p.shape, device=device, dtype=dtype) for name, p in model.named_parameters()}
+    for name, view in sorted(as_theirs(weights, config, family).items(), key=lambda item: -item[1].numel()):
+        view.copy_(found[name].read())
+    model.position = make_position(config).to(device)  # some kinds compute a table
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie()
     return model
 
 
-def find_weights(folder: Path, family: str) -> dict[str, StoredTensor]:
+def find_weights(folder: Path, family: str) -> dict[str, Stored]:
     """All tensors of model.safetensors, or of the shards that its index lists, under their full names."""
-    index = folder / "model.safetensors.index.json"
-    files = [folder / "model.safetensors"]
+    index, files = folder / "model.safetensors.index.json", {"model.safetensors"}
     if index.exists():
-        try:
-            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{index} is damaged: fetch it again") from None
-    found: dict[str, StoredTensor] = {}
-    for file in files:
-        if not file.exists():
-            raise ValueError(missing_file(file))
-        found |= {full_name(name, family): tensor for name, tensor in stored_tensors(file).items() if not BUFFERS.search(name)}
-    return found
+        files = set(read_json(index).get("weight_map", {}).values())
+    tensors = {name: tensor for file in sorted(files) for name, tensor in stored(folder / file).items()}
+    return {full_name(name, family): tensor for name, tensor in tensors.items() if not BUFFERS.search(name)}
 
 
-def missing_file(file: Path) -> str:
-    pickled = sorted(file.parent.glob("pytorch_model*.bin"))
-    if not pickled:
-        return f"{file} is missing: fetch it, or choose a model that has it (other formats are not read)"
-    return (
-        f"{file} is missing, and {pickled[0].name} is a pickle, which can run code when it is read: convert it, if you "
-        "trust it, with transformers' AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
-    )
-
-
-def check(wanted: list[Piece], found: dict[str, StoredTensor], folder: Path, tied: bool) -> None:
-    """Refuse a file whose weights are not those of the model, naming them."""
-    shapes = {piece.theirs: piece.shape for piece in wanted}
-    required = set(shapes)
-    if tied:
-        shapes[HEAD] = wanted[0].shape
-    wrong = [
-        f"{name} {list(found[name].shape)} instead of {list(shape)}"
-        for name, shape in shapes.items()
-        if name in found and found[name].shape != shape
-    ]
+def check(wanted: dict[str, Tensor], found: dict[str, Stored], folder: Path) -> None:
+    """Refuse files whose weights are not those of the model, naming them."""
+    shapes = {name: (found[name].shape, list(view.shape)) for name, view in wanted.items() if name in found}
     problems = {
-        "lacks weights": sorted(required - found.keys()),
-        "has unknown weights": sorted(found.keys() - shapes.keys()),
-        "has weights of another shape": wrong,
-        "has weights of another kind": [
-            f"{name} ({tensor.dtype})" for name, tensor in found.items() if tensor.dtype not in DTYPES
-        ],
+        "lacks weights": sorted(wanted.keys() - found.keys()),
+        "has unknown weights": sorted(found.keys() - wanted.keys()),
+        "has weights of another shape": [f"{name} {a} instead of {b}" for name, (a, b) in shapes.items() if a != b],
+        "has weights of another kind": [f"{name} ({at.dtype})" for name, at in found.items() if at.dtype not in DTYPES],
     }
     for problem, names in problems.items():
         if names:
             more = f" ... ({len(names)} in all)" if len(names) > 3 else ""
             raise ValueError(f"{folder} {problem}: {', '.join(names[:3])}{more}; its config.json describes another model")
+
+
+def as_theirs(weights: Mapping[str, Tensor], config: ModelConfig, family: str) -> dict[str, Tensor]:
+    """Our weights under the names of a family (or of our own format), as views: read to save a model, written to load one.
+
+    A tied head is no weight of its own, on either side.
+    """
+    stacked = {
+        "blocks.*.attention.qkv": [n * config.head_width for n in (config.n_heads, config.kv_heads, config.kv_heads)],
+        "blocks.*.mlp.up": [config.hidden_width, config.hidden_width],
+    }
+    views = {}
+    for ours, weight in weights.items():
+        module, kind = ours.rsplit(".", 1)
+        number = re.search(r"\d+", module)
+        module = re.sub(r"\d+", "*", module)
+        named = module if family == FORMAT else NAMES[module][family != "gpt2"]
+        assert named is not None, f"{family} has no {module}"
+        named, mark, _ = named.replace("*", number[0] if number else "").partition(" ^T")
+        stem, names = named[: named.rfind(".") + 1], named[named.rfind(".") + 1 :].split("|")
+        parts = weight.split(stacked[module]) if len(names) > 1 else [weight]
+        for name, part in zip(names, parts, strict=True):
+            views[full_name(f"{stem}{name}.{kind}", family)] = part.T if mark and kind == "weight" else part
+    return views
+
+
+def full_name(name: str, family: str) -> str:
+    """The name in a file of a whole model, saved from within no wrapper."""
+    if family == FORMAT:
+        return bare(name)
+    prefix = "transformer." if family == "gpt2" else "model."
+    return name if name == HEAD or name.startswith(prefix) else prefix + name

@@ -1,6 +1,7 @@
 """The README.md of an exported model: what it is, what it was trained on, how well it did, and how to use it."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ tags: [sprout]
 
 # {title}
 
-A decoder-only language model of {parameters:,} parameters in the {family} format: {n_layers} layers of width {d_model},
-{n_heads} heads ({kv_heads} of keys and values), a context of {context_length} tokens, a vocabulary of {vocab_size}.
+A decoder-only language model of {parameters:,} parameters in the {family} format: {config.n_layers} layers of width
+{config.d_model}, {config.n_heads} heads ({config.kv_heads} of keys and values), a context of {config.context_length} tokens,
+a vocabulary of {config.vocab_size}.
 
 {facts}
 ```python
@@ -29,54 +31,48 @@ model = AutoModelForCausalLM.from_pretrained("{title}")
 ids = tokenizer("Once", return_tensors="pt").input_ids
 print(tokenizer.decode(model.generate(ids, max_new_tokens=50, do_sample=True)[0]))
 ```
-{settings}"""
+"""
 
 
 def model_card(source: Path, title: str, model: Transformer, family: str) -> str:
-    config = model.config
-    rows, settings = describe_run(source) if source.exists() else ({}, "")
-    rows = rows or {"converted from": str(source)}
-    return CARD.format(
-        title=title,
-        family=family,
-        parameters=sum(p.numel() for p in model.parameters()),
-        n_layers=config.n_layers,
-        d_model=config.d_model,
-        n_heads=config.n_heads,
-        kv_heads=config.kv_heads,
-        context_length=config.context_length,
-        vocab_size=config.vocab_size,
-        facts="| | |\n|---|---|\n" + "".join(f"| {key} | {value.replace('|', '&#124;')} |\n" for key, value in rows.items()),
-        settings=f"\n## The whole configuration\n\n```yaml\n{settings.strip()}\n```\n" if settings else "",
-    )
+    facts, blocks = describe_run(source) if source.exists() else ({}, [])
+    rows = [f"| {key} | {value.replace('|', '&#124;')} |\n" for key, value in (facts or {"converted from": str(source)}).items()]
+    size, facts_table = sum(p.numel() for p in model.parameters()), "".join(["| | |\n|---|---|\n", *rows])
+    card = CARD.format(title=title, family=family, config=model.config, parameters=size, facts=facts_table)
+    return card + "".join(f"\n## {heading}\n\n```{language}\n{text}\n```\n" for heading, language, text in blocks if text)
 
 
-def describe_run(source: Path) -> tuple[dict[str, str], str]:
-    """What is known of a checkpoint of ours: facts for the table, and the run's config.yaml. Both may be empty."""
+def describe_run(source: Path) -> tuple[dict[str, str], list[tuple[str, str, str]]]:
+    """What is known of a checkpoint of ours: facts for the table; blocks with its command and config.yaml."""
     folder = checkpoint.find(source).resolve()
-    if not checkpoint.is_ours(folder):
-        return {}, ""
-    about, run = checkpoint.read_config(folder), folder.parent.parent
-    settings = read_text(run / "config.yaml")
+    about, run = checkpoint.read_json(folder / "config.json"), folder.parent.parent
+    if about.get("format") != checkpoint.FORMAT:
+        return {}, []
+    settings = read_text(run / "config.yaml").strip()
     trained: dict[str, Any] = yaml.safe_load(settings) or {}
-    metrics: dict[str, Any] = {}
-    for line in read_text(run / "metrics.jsonl").splitlines():
-        row = json.loads(line)
-        if row["step"] <= about.get("step", 0):  # what the run did later is not in this checkpoint
-            metrics |= row | {f"{key} at": row["step"] for key in row}
+    rows = [json.loads(line) for line in read_text(run / "metrics.jsonl").splitlines()]
+    rows = [row for row in rows if row["step"] <= about.get("step", 0)]  # what the run did later is not in this checkpoint
     facts = {"data": data_of(trained.get("data", {})), "started from": trained.get("init_from")}
     if "tokens" in about:
         facts["tokens"] = f"{about['tokens']:,} seen in {about['step']:,} steps"
-    if "train/loss" in metrics:
-        facts["training loss"] = f"{metrics['train/loss']:.4f} (step {metrics['train/loss at']:,})"
-    if "val/loss" in metrics:
-        facts["validation loss"] = (
-            f"{metrics['val/loss']:.4f}, perplexity {metrics['val/ppl']:.2f}, {metrics['val/bpb']:.4f} bits per byte "
-            f"(step {metrics['val/loss at']:,})"
-        )
-    if "command" in about:
-        facts["command"] = f"`python {about['command']}`"
-    return {key: value for key, value in facts.items() if value}, settings
+    if row := last(rows, "train/loss"):
+        facts["training loss"] = f"{row['train/loss']:.4f} (step {row['step']:,})"
+    if row := last(rows, "val/loss"):
+        quality = f"{row['val/loss']:.4f}, perplexity {row['val/ppl']:.2f}, {row['val/bpb']:.4f} bits per byte"
+        facts["validation loss"] = f"{quality} (step {row['step']:,})"
+    blocks = [("The command", "bash", command_of(about)), ("The whole configuration", "yaml", settings)]
+    return {key: value for key, value in facts.items() if value}, blocks
+
+
+def last(rows: list[dict[str, Any]], key: str) -> dict[str, Any] | None:
+    return next((row for row in reversed(rows) if row.get(key) is not None), None)
+
+
+def command_of(about: dict[str, Any]) -> str:
+    """What to type beside train.py to do the same, whatever started it, from wherever."""
+    words = shlex.split(about.get("command", ""))
+    at = next((i for i, word in enumerate(words) if Path(word).name == "train.py"), None)
+    return "" if at is None else shlex.join(["python", "train.py", *words[at + 1 :]])
 
 
 def read_text(path: Path) -> str:
