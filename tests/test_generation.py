@@ -238,6 +238,15 @@ def test_seeds_reproduce_and_a_number_stands_for_a_run_of_seeds():
         generate(model, prompts, 1, seeds=[1, 2, 3])
 
 
+def test_prompts_that_are_alike_are_read_once_and_give_what_each_gives_alone():
+    model, read = tiny(), []
+    prompts = [RAGGED[r] for r in (0, 1, 0, 2, 2, 1)]
+    alone = [generate(model, [prompt], 30, sampling=SAMPLED, seeds=r)[0] for r, prompt in enumerate(prompts)]
+    model.embed.register_forward_hook(lambda module, inputs, output: read.append(inputs[0].shape))
+    assert generate(model, prompts, 30, sampling=SAMPLED) == alone
+    assert read[:2] == [(3, 10), (6, 1)]
+
+
 def test_each_token_is_drawn_by_its_rows_seed_and_its_position():
     model, seeds = tiny(), [3, 1, 4, 1]
     for n, step in enumerate(stream(model, RAGGED, 20, sampling=SAMPLED, seeds=seeds)):

@@ -86,9 +86,9 @@ def test_several_samples_are_separated_and_are_those_of_the_seeds_that_follow(ca
     assert text(call(*options, "--seed", "5")) == text(call(*options, "--seed", "5"))
 
 
-def test_speed_counts_the_tokens_of_all_samples(call):
+def test_speed_counts_the_prompt_once_and_the_new_tokens_of_all_samples(call):
     *_, last = call("--prompt", "abc", "--max-new-tokens", "5", "--num-samples", "4", checkpoint="alphabet")[2]
-    assert SPEED.fullmatch(last).groups() == ("12", "16")
+    assert SPEED.fullmatch(last).groups() == ("3", "16")
 
 
 def test_prompts_come_from_the_argument_a_file_or_stdin(call, tmp_path):
