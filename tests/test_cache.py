@@ -113,6 +113,19 @@ def test_a_row_can_be_filled_anew_without_touching_the_others():
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 
+def test_rows_can_be_copied_from_another_cache():
+    model, ids = tiny(dtype=torch.float64), random_ids(2, 9)
+    once, cache = model.new_cache(2), model.new_cache(3)
+    with torch.no_grad():
+        model(ids[:, :8], once)
+        once.cut([8, 5])
+        cache.copy(once, [1, 0, 1])
+        logits = model(torch.stack([ids[1, 5:6], ids[0, 8:9], ids[1, 5:6]]), cache)[:, 0]
+        short, long = model(ids[1:, :6])[0, -1], model(ids[:1])[0, -1]
+    torch.testing.assert_close(logits, torch.stack([short, long, short]), rtol=0, atol=1e-10)
+    assert cache.lengths.tolist() == [6, 9, 6] and cache.longest == 9
+
+
 def test_memory_is_allocated_once_and_written_in_place():
     model, ids = tiny(), random_ids(2, 12)
     cache = model.new_cache(2)

@@ -91,13 +91,14 @@ def test_follows_the_weights_through_training(compiled, no_recompilation):
     assert difference(compiled, 2, 5, None, 3) == first
 
 
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("layout", HEADS)
 @pytest.mark.parametrize("position", POSITIONS)
-def test_rewritten_products_are_the_same(position, layout):
+def test_rewritten_products_are_the_same(position, layout, rows):
     model = tiny(position=position, n_kv_heads=HEADS[layout], bias=True, dtype=torch.float64)
-    ids = random_ids(1, 9)
+    ids = random_ids(rows, 9)
     with torch.no_grad():
-        caches = [model.new_cache(1) for _ in range(2)]
+        caches = [model.new_cache(rows) for _ in range(2)]
         for cache in caches:
             model(ids[:, :5], cache)
         for n in range(5, 9):

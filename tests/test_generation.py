@@ -46,8 +46,8 @@ def test_cached_is_uncached_and_together_is_alone(position, layout, overflow):
         assert cached == generate(model, RAGGED, LENGTH, **options, use_cache=False)
         expected = [CONTEXT - len(prompt) if overflow == "stop" else LENGTH for prompt in RAGGED]
         assert [len(row) for row in cached] == expected
-    for r, prompt in enumerate(RAGGED):
-        assert generate(model, [prompt], LENGTH, **options, seeds=r) == [cached[r]]
+    for r in (0, 2):  # two that slide at different steps
+        assert generate(model, [RAGGED[r]], LENGTH, **options, seeds=r) == [cached[r]]
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])

@@ -18,7 +18,8 @@ def bpe(text: str):
 def pieces(text: str, prompt: str, n: int, **options) -> list[str]:
     """What a model that is certain of `text` adds to a prompt, step by step."""
     model = successor_model(text.encode(), end=options.pop("end", None))
-    return [written.pieces[0] for written in write(model, BYTES, [prompt], n, sampling=GREEDY, **options)]
+    steps = list(write(model, BYTES, [prompt], n, sampling=GREEDY, **options))
+    return [written.pieces[0] for written in steps]
 
 
 def test_characters_come_whole():
