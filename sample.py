@@ -152,7 +152,7 @@ def print_texts(args: argparse.Namespace, model: "Transformer", tokenizer: "Toke
     texts, explained = [prompt for _ in rows], [[HEADING] for _ in rows]
     status, ended = 0, []
     emit(prompt if streamed else "")
-    speed = Speed(len(rows) * min(len(prompt_ids(tokenizer, prompt, args.special)), model.config.context_length))
+    speed = Speed(min(len(prompt_ids(tokenizer, prompt, args.special)), model.config.context_length))
     try:
         for written in steps:
             ended = written.step.ended

@@ -75,6 +75,13 @@ class KVCache:
         self.lengths.copy_(torch.tensor(lengths))
         self.longest = max(lengths)
 
+    def copy(self, other: "KVCache", rows: list[int]) -> None:
+        """Row r becomes what row rows[r] of another cache is."""
+        for mine, its in zip(self.layers, other.layers, strict=True):
+            mine.keys[:, :, : other.longest] = its.keys[rows, :, : other.longest]
+            mine.values[:, :, : other.longest] = its.values[rows, :, : other.longest]
+        self.cut(other.lengths[rows].tolist())
+
     def row(self, r: int) -> "KVCache":
         """A cache that is row r of this one: it starts empty, and writes into the same memory."""
         one = copy.copy(self)

@@ -57,7 +57,7 @@ def warm_up(model: Transformer, rows: int) -> float | None:
     """Compile the step of a model in eval mode for so many rows, now: the seconds it took, or None if it cannot be compiled."""
     started, kv = time.perf_counter(), model.new_cache(rows, 2 * BLOCK)
     step = Compiled(model, kv)
-    kv.advance(1)
+    kv.advance(min(1, model.config.context_length - 1))
     with torch.no_grad():
         step(torch.zeros(rows, 1, dtype=torch.long, device=kv.lengths.device))
     return None if step.failed else time.perf_counter() - started

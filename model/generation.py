@@ -203,7 +203,7 @@ class Cached:
 
     def logits(self, rows: list[Row]) -> Tensor:
         if not self.starts:
-            logits = last_logits(self.model, [row.window for row in rows], self.cache)
+            logits = self.prefill([row.window for row in rows])
         else:
             for r, row in enumerate(rows):
                 if row.start != self.starts[r] and row.ended is None:
@@ -214,6 +214,17 @@ class Cached:
             logits = self.step(newest)[:, -1]
         self.starts = [row.start for row in rows]
         return logits
+
+    def prefill(self, windows: list[list[int]]) -> Tensor:
+        """Prompts that are alike, those of several samples, are read once."""
+        places = {window: n for n, window in enumerate(dict.fromkeys(map(tuple, windows)))}
+        if len(places) == len(windows):
+            return last_logits(self.model, windows, self.cache)
+        once = self.model.new_cache(len(places), max(map(len, windows)))
+        logits = last_logits(self.model, [list(window) for window in places], once)
+        rows = [places[tuple(window)] for window in windows]
+        self.cache.copy(once, rows)
+        return logits[rows]
 
     def refill(self, r: int, window: list[int]) -> None:
         """The window has slid: its tokens have new positions, so their keys and values are computed anew."""

@@ -89,6 +89,8 @@ class Chooser:
         """(b, vocab) -> ids (b,). Writes -inf over scores of ids that stand for nothing, n_vocab and up."""
         if self.n_vocab is not None:
             logits[:, self.n_vocab :] = -inf
+        if not logits.amax(dim=-1).isfinite().all():
+            raise ValueError("the model's scores are NaN or infinite: try dtype=float32, or an earlier checkpoint")
         ids = self.sampling.choose(logits.to(self.seeds.device), self.seen, self.seeds, self.at)
         if self.seen is not None:
             self.seen.scatter_(1, ids[:, None], True)

@@ -16,7 +16,7 @@ def alternatives(tokenizer: Tokenizer, step: Step, row: int, count: int) -> str:
     """
     chosen = step.ids[row]
     assert chosen is not None, "the row had ended"
-    logarithms = step.logits[row].float().log_softmax(dim=-1)
+    logarithms = step.logits[row, : tokenizer.n_vocab].float().log_softmax(dim=-1)
     best = logarithms.topk(min(count + 1, logarithms.numel())).indices.tolist()
     others = [token for token in best if token != chosen][:count]
     ln_p = logarithms[chosen].item()

@@ -91,11 +91,11 @@ def test_what_lies_beyond_a_row_is_never_seen():
 
 
 def test_text_can_be_taken_back():
-    model, ids, other = tiny(dtype=torch.float64), random_ids(2, 10), random_ids(2, 10, seed=2)
+    model, ids, other = tiny(dtype=torch.float64), random_ids(2, 16), random_ids(2, 16, seed=2)
     cache = model.new_cache(2)
-    in_chunks(model, ids, [10], cache)
+    in_chunks(model, ids, [16], cache)
     cache.cut([4, 4])
-    again = in_chunks(model, other[:, 4:], [1, 5], cache)
+    again = in_chunks(model, other[:, 4:], [1, 11], cache)
     expected = model(torch.cat([ids[:, :4], other[:, 4:]], dim=1))[:, 4:]
     torch.testing.assert_close(again, expected, rtol=0, atol=1e-10)
 
@@ -111,6 +111,19 @@ def test_a_row_can_be_filled_anew_without_touching_the_others():
         logits = model(newest, cache)[:, 0]
         expected = torch.stack([model(ids[:1, :7])[0, -1], model(other)[0, -1], model(ids[2:, :7])[0, -1]])
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+def test_rows_can_be_copied_from_another_cache():
+    model, ids = tiny(dtype=torch.float64), random_ids(2, 9)
+    once, cache = model.new_cache(2), model.new_cache(3)
+    with torch.no_grad():
+        model(ids[:, :8], once)
+        once.cut([8, 5])
+        cache.copy(once, [1, 0, 1])
+        logits = model(torch.stack([ids[1, 5:6], ids[0, 8:9], ids[1, 5:6]]), cache)[:, 0]
+        short, long = model(ids[1:, :6])[0, -1], model(ids[:1])[0, -1]
+    torch.testing.assert_close(logits, torch.stack([short, long, short]), rtol=0, atol=1e-10)
+    assert cache.lengths.tolist() == [6, 9, 6] and cache.longest == 9
 
 
 def test_memory_is_allocated_once_and_written_in_place():

@@ -53,13 +53,14 @@ def difference(model: Transformer, rows: int, filled: int, room: int | None, ste
     return worst
 
 
-@pytest.mark.parametrize("room", [None, BLOCK, 2 * BLOCK])
-@pytest.mark.parametrize("filled", [1, BLOCK - 4, 2 * BLOCK - 4])
+@pytest.mark.parametrize(
+    ("filled", "room"),
+    [(filled, room) for filled in (1, BLOCK - 4, 2 * BLOCK - 4) for room in (None, BLOCK, 2 * BLOCK) if filled < (room or 999)],
+)
 def test_compiled_once_for_all_lengths_and_rooms(compiled, no_recompilation, filled, room):
     """From one block of lengths to the next, too, and where what is read is all the room there is."""
     steps = min(8, (room or compiled.config.context_length) - filled)
-    if steps > 0:
-        assert difference(compiled, 2, filled, room, steps) < 1e-4
+    assert difference(compiled, 2, filled, room, steps) < 1e-4
 
 
 @pytest.mark.parametrize("overflow", ["slide", "stop"])
@@ -90,13 +91,14 @@ def test_follows_the_weights_through_training(compiled, no_recompilation):
     assert difference(compiled, 2, 5, None, 3) == first
 
 
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("layout", HEADS)
 @pytest.mark.parametrize("position", POSITIONS)
-def test_rewritten_products_are_the_same(position, layout):
+def test_rewritten_products_are_the_same(position, layout, rows):
     model = tiny(position=position, n_kv_heads=HEADS[layout], bias=True, dtype=torch.float64)
-    ids = random_ids(1, 9)
+    ids = random_ids(rows, 9)
     with torch.no_grad():
-        caches = [model.new_cache(1) for _ in range(2)]
+        caches = [model.new_cache(rows) for _ in range(2)]
         for cache in caches:
             model(ids[:, :5], cache)
         for n in range(5, 9):
@@ -126,6 +128,13 @@ def test_no_compiler_is_told_and_decoding_goes_on_without(monkeypatch, tmp_path)
     notices = [str(warning.message) for warning in told if "could not be compiled" in str(warning.message)]
     assert len(notices) == 2 and not any("\n" in notice for notice in notices)
     assert text == generate(model, prompts, 9, sampling=GREEDY)
+
+
+def test_a_context_of_one_token_has_no_step_to_compile():
+    model = tiny(context_length=1)
+    assert warm_up(model, 2) is not None
+    texts = [generate(model, [[3], [5]], 5, sampling=GREEDY, compile=c) for c in (True, False)]
+    assert texts[0] == texts[1]
 
 
 def test_compiling_is_for_the_cached_step():

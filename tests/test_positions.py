@@ -20,7 +20,8 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_rope_is_a_rotation_of_complex_numbers():
     rope, q = Rotary(32, 8, theta=100.0), randn(1, 1, 5, 8)
     at = torch.tensor([0, 1, 2, 17, 31])
-    turned, _ = rope.rotate(q, q, at)
+    turned, turned_key = rope.rotate(q, q, at)
+    assert torch.equal(turned, turned_key)
     pairs = torch.complex(q[..., :4], q[..., 4:])  # dimension i with i + d/2
     speed = torch.tensor([100.0 ** (-2 * i / 8) for i in range(4)], dtype=torch.float64)
     expected = pairs * torch.polar(torch.ones(5, 4, dtype=torch.float64), at[:, None] * speed)
@@ -32,8 +33,8 @@ def test_rope_scores_depend_on_the_distance_only():
     rope, q, k = Rotary(64, 16, 10000.0), randn(1, 1, 1, 16), randn(1, 1, 1, 16, seed=1)
 
     def score(q_at: int, k_at: int) -> float:
-        turned_q, _ = rope.rotate(q, q, torch.tensor([q_at]))
-        turned_k, _ = rope.rotate(k, k, torch.tensor([k_at]))
+        turned_q, _ = rope.rotate(q, k, torch.tensor([q_at]))
+        _, turned_k = rope.rotate(q, k, torch.tensor([k_at]))
         return (turned_q * turned_k).sum().item()
 
     assert score(5, 3) == pytest.approx(score(40, 38), abs=1e-5) == pytest.approx(score(63, 61), abs=1e-5)

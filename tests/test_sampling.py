@@ -242,6 +242,16 @@ def test_ids_that_stand_for_nothing_are_never_chosen():
         assert (logits[:, 9:] == -inf).all()
 
 
+@pytest.mark.parametrize("score", [math.nan, inf, -inf])
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(top_k=5)], ids=repr)
+def test_scores_that_are_no_numbers_are_refused(sampling, score):
+    logits = torch.zeros(2, 12)
+    logits[1, 3 if score != -inf else slice(None)] = score
+    chooser = Chooser(sampling, [[1], [1]], [0, 1], 12, n_vocab=9, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="NaN"):
+        chooser.choose(logits)
+
+
 def test_prompts_and_chosen_ids_count_as_seen():
     greedy = Sampling(temperature=0, repetition_penalty=2.5)
     chooser = Chooser(greedy, [[0, 2], [5]], [0, 0], 8, n_vocab=None, device=torch.device("cpu"))

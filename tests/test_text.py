@@ -18,7 +18,8 @@ def bpe(text: str):
 def pieces(text: str, prompt: str, n: int, **options) -> list[str]:
     """What a model that is certain of `text` adds to a prompt, step by step."""
     model = successor_model(text.encode(), end=options.pop("end", None))
-    return [written.pieces[0] for written in write(model, BYTES, [prompt], n, sampling=GREEDY, **options)]
+    steps = list(write(model, BYTES, [prompt], n, sampling=GREEDY, **options))
+    return [written.pieces[0] for written in steps]
 
 
 def test_characters_come_whole():
@@ -30,18 +31,18 @@ def test_a_character_cut_off_at_the_end_is_marked_as_such():
 
 
 @pytest.mark.parametrize(
-    ("stop", "expected"),
+    ("stop", "expected", "steps"),
     [
-        (["d"], "bc"),
-        (["cde"], "b"),  # over three tokens
-        (["x", "ef", "cde"], "b"),
-        (["cdx"], "bcdefgh"),  # begins like the text, and is not in it
-        (["é"], "bcdefgh"),
+        (["d"], "bc", 3),
+        (["cde"], "b", 4),  # over three tokens
+        (["x", "ef", "cde"], "b", 4),
+        (["cdx"], "bcdefgh", 7),  # begins like the text, and is not in it
+        (["é"], "bcdefgh", 7),
     ],
 )
-def test_text_ends_before_a_stop_string_and_shows_nothing_of_it(stop, expected):
+def test_text_ends_before_a_stop_string_and_shows_nothing_of_it(stop, expected, steps):
     found = pieces("abcdefgh", "a", 7, stop=stop)
-    assert "".join(found) == expected
+    assert "".join(found) == expected and len(found) == steps
     shown = ""
     for piece in found:
         shown += piece

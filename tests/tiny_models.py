@@ -22,6 +22,9 @@ def tiny(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Transf
             model.embed.weight.mul_(12)
             if not model.config.tie_embeddings:
                 model.head.weight.mul_(12)
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(std=0.3)  # a new model's are 0, and would not be missed
     return model.to(dtype).eval()
 
 
