@@ -14,10 +14,11 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from benchmarks.harness import as_row, interleave, store
+from data.build import cores
 from data.foreign_tokenizer import ALPHABET
-from data.prepare import cores, prepare
+from data.prepare import prepare
 from data.source import DataConfig
-from data.stdlib import StandardLibrary
+from data.stdlib import module_files
 from data.tokenizer import TiktokenTokenizer, TokenizerConfig, build_tokenizer
 
 
@@ -53,7 +54,7 @@ def in_tokenizers(ours: TiktokenTokenizer) -> tokenizers.Tokenizer:
 
 
 def main(turns: int = 7) -> None:
-    texts = [text for text in StandardLibrary().texts if text][::2]
+    texts = [text for path in module_files() if (text := path.read_text())][::2]
     n_bytes = sum(len(text.encode()) for text in texts)
     ours = vocabulary(texts)
     theirs = in_tokenizers(ours)

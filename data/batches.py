@@ -45,13 +45,7 @@ class Windows:
     """
 
     def __init__(self, tokens: TokenFile, context_length: int, seed: int | None) -> None:
-        if tokens.n_tokens < context_length + 1:
-            raise ValueError(
-                f"{tokens.paths[0]} holds {tokens.n_tokens} tokens; model.context_length={context_length} "
-                f"needs at least {context_length + 1}: use more text or a shorter context"
-            )
-        if seed is not None:
-            tokens.expect_random_reads()
+        tokens.require(context_length)
         self.tokens, self.context_length, self.seed = tokens, context_length, seed
         self.n_targets = tokens.n_tokens - 1
         self.n_windows = -(-self.n_targets // context_length)

@@ -1,32 +1,83 @@
-"""Documents to two token files, going on where an interrupted build stopped."""
+"""Documents to a folder of tokens, going on where an interrupted build stopped."""
 
 import json
-import time
-from collections.abc import Iterable, Iterator
+import os
+import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from data.progress import Progress
-from data.source import Position, Source
-from data.token_file import TokenFile, TokenWriter, token_dtype, write_atomically
-from data.tokenizer import Tokenizer, pieces
+from data.progress import Report, progress_bar
+from data.source import DataConfig, Source
+from data.token_file import SHARD, TokenFile, TokenWriter, sync, token_dtype, write_atomically
+from data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer, load_tokenizer, pieces
 
 BATCH = 1 << 23  # characters tokenised together
 PEEK = 1000  # documents looked at before choosing those to validate on
 FEW = 20  # of fewer documents than this, the end of the text is validated on
 BPE_SAMPLE = 100_000_000  # bytes of text that bpe trains on, at most
-SAVE_EVERY = 5.0  # seconds
+SIDECAR = "corpus.json"
 PROGRESS = "progress.json"
+PARTIAL = ".partial"  # ends the name of a folder that is being filled
+END = ""  # stands behind the pieces of a document
+
+
+def build(
+    folder: Path,
+    source: Source,
+    data: DataConfig,
+    tokenizer: TokenizerConfig | Tokenizer,
+    request: dict[str, Any],
+    report: Report | None,
+) -> None:
+    """Fill folder.partial, and rename it when it is complete."""
+    partial = folder.with_name(folder.name + PARTIAL)
+    val = source.val()
+    fraction = 0.0 if val else data.held_out
+    with ThreadPoolExecutor(data.threads or cores()) as pool:
+        try:
+            if not (partial / PROGRESS).exists():
+                begin(partial, source, tokenizer, fraction, data.max_tokens)
+            builder = Builder(partial, pool, report)
+            builder.add(source, "train", data.max_tokens)
+            if val:
+                builder.add(val, "val", max(1, int(data.max_tokens * data.held_out)) if data.max_tokens else None)
+            elif builder.writers["val"].n_tokens == 0:
+                builder.move_tail(fraction)
+        except ValueError:  # the source or the settings must change
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    content = {"request": request, "tokenizer": builder.tokenizer.fingerprint, "dtype": builder.dtype.name, "shard": SHARD}
+    content |= {split: builder.count(split) for split in ("train", "val")}
+    write_atomically(partial / SIDECAR, json.dumps(content, indent=1))
+    sync(partial)
+    shutil.rmtree(folder, ignore_errors=True)  # there is one only if it is damaged
+    partial.rename(folder)
+    sync(folder.parent)
+    (folder / PROGRESS).unlink()
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def begin(partial: Path, source: Source, tokenizer: TokenizerConfig | Tokenizer, fraction: float, max_tokens: int | None) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    below = choose_validation(source, fraction) if fraction else 0
+    if isinstance(tokenizer, TokenizerConfig):
+        tokenizer = build_tokenizer(tokenizer, lambda: bpe_sample(source, below, fraction, max_tokens))
+    tokenizer.save(partial / "tokenizer")
+    progress = {"below": below, "n_tokens": {"train": 0, "val": 0}, "after": (None, 0), "done": []}
+    write_atomically(partial / PROGRESS, json.dumps(progress))
 
 
 def choose_validation(source: Source, fraction: float) -> int:
     """Documents whose key is below this are for validation; 0 stands for the end of the text."""
-    peek = PEEK if source.size else FEW  # a stream is downloaded again
+    peek = FEW if source.share() is None else PEEK  # a stream is downloaded again
     keys = sorted(document.key for document in islice(source.documents(), peek))
     if len(keys) < FEW:
         return 0
@@ -52,132 +103,98 @@ def bpe_sample(source: Source, below: int, fraction: float, max_tokens: int | No
                 return
 
 
-class Piece(NamedTuple):
-    text: str
-    split: str
-    ends: bool  # the document ends with it
-    resume: tuple[Position, int]  # what to read after it: documents from there, but for so many pieces of the first
-
-
 class Builder:
     """Tokenises sources into folder/train.bin and folder/val.bin; progress.json tells what has reached the disk."""
 
-    def __init__(
-        self, folder: Path, tokenizer: Tokenizer, pool: ThreadPoolExecutor, progress: dict[str, Any], shown: Progress
-    ) -> None:
-        self.folder, self.tokenizer, self.pool, self.progress, self.shown = folder, tokenizer, pool, progress, shown
-        self.dtype = token_dtype(tokenizer.n_vocab)
-        self.writers = {split: TokenWriter(folder, split, self.dtype, progress["n_tokens"][split]) for split in ("train", "val")}
+    def __init__(self, folder: Path, pool: ThreadPoolExecutor, report: Report | None) -> None:
+        self.folder, self.pool, self.report = folder, pool, report
+        self.progress = json.loads((folder / PROGRESS).read_text())
+        self.tokenizer = load_tokenizer(folder / "tokenizer")
+        self.dtype = token_dtype(self.tokenizer.n_vocab)
+        self.writers = {split: TokenWriter(folder, split, self.dtype, n) for split, n in self.progress["n_tokens"].items()}
+        # The bytes of text that each id stands for.
+        self.sizes = np.array([len(self.tokenizer.token_bytes(token)) for token in range(self.tokenizer.n_vocab)])
+        self.sizes[self.tokenizer.end_of_text] = 0
 
     def add(self, source: Source, split: str, limit: int | None) -> None:
         """Tokenise a source, up to `limit` tokens, into that split; documents chosen for validation go to val."""
         if split in self.progress["done"]:
             return
-        written = self.progress["n_tokens"]
-        room = limit - written["val"] - (written["train"] if split == "train" else 0) if limit else 1 << 62
-        saved = time.monotonic()
-        self._show(source, limit)
-        stream, n_characters, n_tokens = self._pieces(source, split), 1, 1
-        while room and (batch := take(stream, min(BATCH, 1 + room * n_characters // n_tokens))):
-            before, room = room, self._write(batch, room)
-            n_characters, n_tokens = sum(len(piece.text) for piece in batch), before - room
-            self._show(source, limit)
-            if time.monotonic() - saved >= SAVE_EVERY:
-                self._save(resume=batch[-1].resume)
-                saved = time.monotonic()
-        self._save(resume=((None, 0), 0), done=[*self.progress["done"], split])
 
-    @cached_property
-    def sizes(self) -> np.ndarray:
-        """The bytes of text that each id stands for."""
-        sizes = np.array([len(self.tokenizer.token_bytes(token)) for token in range(self.tokenizer.n_vocab)])
-        sizes[self.tokenizer.end_of_text] = 0
-        return sizes
+        def written() -> int:
+            return sum(self.writers[name].n_tokens for name in {split, "val"})
+
+        stream = self._pieces(source, split)
+        with progress_bar(f"tokenising {source.label}", self.report, written()) as bar:
+            # Most tokens have a character or more, so little is read beyond the limit.
+            while (room := (limit or 1 << 62) - written()) > 0 and (batch := take(stream, min(BATCH, room))):
+                self._write(batch, room)
+                bar.total = limit or written() / (source.share() or 1)
+                bar.update(written() - bar.n)
+                self._save()
+        self._save(after=(None, 0), done=[*self.progress["done"], split])
+
+    def _pieces(self, source: Source, split: str) -> Iterator[tuple[str, str]]:
+        """(text, its split). progress["after"] tells where the next one is: so many pieces behind a state of the source."""
+        state, skip = self.progress["after"]
+        below, n = self.progress["below"], 0
+        for document in source.documents(state):
+            if document.state is not state:
+                state, skip, n = document.state, 0, 0
+            for index, text in enumerate(chain(self.tokenizer.cut(document.parts), [END])):
+                if text or index:  # of an empty document nothing is kept, not even its end
+                    n += 1
+                    if n > skip:
+                        self.progress["after"] = (state, n)
+                        yield text, "val" if document.key < below else split
+
+    def _write(self, batch: list[tuple[str, str]], room: int) -> None:
+        """At most `room` tokens: the document that fills it is cut there."""
+        ready: dict[str, list[np.ndarray]] = {split: [np.empty(0, self.dtype)] for split in self.writers}
+        end = np.array([self.tokenizer.end_of_text])
+        encoded = self.tokenizer.encode_batch([text for text, _ in batch], self.pool)
+        for (text, split), ids in zip(batch, encoded, strict=True):
+            part = (end if text == END else ids)[:room]
+            ready[split].append(part)
+            room -= len(part)
+        for split, parts in ready.items():
+            self.writers[split].append(np.concatenate(parts))
 
     def _save(self, **changes: Any) -> None:
         for split, writer in self.writers.items():
-            writer.sync()
             self.progress["n_tokens"][split] = writer.n_tokens
         self.progress |= changes
         write_atomically(self.folder / PROGRESS, json.dumps(self.progress))
 
-    def _show(self, source: Source, limit: int | None) -> None:
-        done, size = sum(writer.n_tokens for writer in self.writers.values()), limit or source.size
-        self.shown.show(done, (done if limit else source.position) / size if size else None)
-
-    def _pieces(self, source: Source, split: str) -> Iterator[Piece]:
-        below = int(self.progress["below"])
-        after, skip = self.progress["resume"]
-        for document in source.documents(after):
-            texts = pieces(document.parts) if self.tokenizer.cuttable else filter(None, ["".join(document.parts)])
-            for index, (text, ends) in enumerate(with_last(texts)):
-                if index >= skip:
-                    resume = (document.after, 0) if ends else (after, index + 1)
-                    yield Piece(text, "val" if document.key < below else split, ends, resume)
-            after, skip = document.after, 0
-
-    def _write(self, batch: list[Piece], room: int) -> int:
-        """The room that is left for further tokens; the document that fills it is cut there."""
-        end = np.array([self.tokenizer.end_of_text])
-        ready: dict[str, list[np.ndarray]] = {split: [np.empty(0, self.dtype)] for split in self.writers}
-        encoded = self.tokenizer.encode_batch([piece.text for piece in batch], self.pool)
-        for piece, ids in zip(batch, encoded, strict=True):
-            for part in (ids, end) if piece.ends else (ids,):
-                ready[piece.split].append(part[:room])
-                room -= len(part[:room])
-        for split, arrays in ready.items():
-            self.writers[split].append(np.concatenate(arrays))
-        return room
-
     def move_tail(self, fraction: float) -> None:
-        """Make the last `fraction` of the text the validation split."""
+        """Make the last `fraction` of the text's bytes the validation split; a token across the cut stays before it."""
         train, val = self.writers["train"], self.writers["val"]
+        before, cut, seen = int(self.count("train")["n_bytes"] * (1 - fraction)), 0, 0
         tokens = TokenFile(self.folder, "train", self.dtype, train.n_tokens)
-        cut = tail_start(tokens, self.sizes, self.tokenizer.end_of_text, fraction)
+        for block in tokens.blocks():
+            ends = seen + np.cumsum(self.sizes[block])
+            # An end-of-text has no bytes, and stays with its document.
+            cut += int(np.count_nonzero(ends - self.sizes[block] + (block != self.tokenizer.end_of_text) <= before))
+            seen = ends[-1]
         for block in tokens.blocks(cut):
             val.append(block)
-        val.sync()
-        train.truncate(cut)  # a build killed after this finds fewer tokens than it saved, and starts again
+        train.n_tokens = cut
+        self._save()
+        train.truncate(cut)
 
     def count(self, split: str) -> dict[str, int]:
-        tokens = TokenFile(self.folder, split, self.dtype, self.writers[split].n_tokens)
-        end = self.tokenizer.end_of_text
-        n_bytes = n_documents = 0
-        last = end
+        tokens, end = TokenFile(self.folder, split, self.dtype, self.writers[split].n_tokens), self.tokenizer.end_of_text
+        n_bytes, n_documents, last = 0, 0, end
         for block in tokens.blocks():
             n_bytes += int(self.sizes[block].sum())
             n_documents += int((block == end).sum())
-            last = int(block[-1])
-        return {"n_tokens": tokens.n_tokens, "n_bytes": n_bytes, "n_documents": n_documents + (last != end)}
+            last = block[-1]
+        return {"n_tokens": tokens.n_tokens, "n_bytes": n_bytes, "n_documents": n_documents + int(last != end)}
 
 
-def take(stream: Iterator[Piece], characters: int) -> list[Piece]:
-    batch: list[Piece] = []
+def take(stream: Iterator[tuple[str, str]], characters: int) -> list[tuple[str, str]]:
+    batch: list[tuple[str, str]] = []
     while characters > 0 and (piece := next(stream, None)):
         batch.append(piece)
-        characters -= len(piece.text)
+        characters -= max(1, len(piece[0]))
     return batch
-
-
-def with_last(items: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    iterator = iter(items)
-    item = next(iterator, None)
-    while item is not None:
-        following = next(iterator, None)
-        yield item, following is None
-        item = following
-
-
-def tail_start(tokens: TokenFile, sizes: np.ndarray, end_of_text: int, fraction: float) -> int:
-    """The first token that begins at or after 1 - fraction of the text's bytes."""
-    before = int(sum(int(sizes[block].sum()) for block in tokens.blocks()) * (1 - fraction))
-    start = 0
-    for block in tokens.blocks():
-        ends = np.cumsum(sizes[block])
-        if ends[-1] >= before:
-            start += int(np.searchsorted(ends, before)) + (before > 0)
-            break
-        before -= int(ends[-1])
-        start += len(block)
-    is_end = start < tokens.n_tokens and int(tokens.read(start, start + 1)[0]) == end_of_text
-    return start + is_end  # an end-of-text stays with its document

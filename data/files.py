@@ -4,117 +4,85 @@ Rows are read here rather than by `datasets`, whose readers change text: a colum
 word NA becomes null, 007 becomes 7, CRLF becomes LF.
 """
 
-import codecs
 import csv
 import gzip
+import hashlib
+import io
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from glob import glob
 from pathlib import Path
 from typing import IO, Any
 
 import xxhash
 
-from data.source import Document, Position, cell, no_column, text_key
+from data.source import Document, cell, no_column, text_key
 
-TEXT, ROWS = (".txt", ".md"), (".jsonl", ".json", ".csv", ".parquet")
-BLOCK = 1 << 20  # bytes
+BLOCK = 1 << 20  # characters
 
 
 class Files:
-    def __init__(self, path: Any, column: str, val_path: Any = None, key: str = "data.path") -> None:
-        self.column = column
-        self.own_val = None if val_path is None else Files(val_path, column, key="data.val_path")
-        items = [path] if isinstance(path, str | Path) else list(path)
-        self.paths, self.notice = expand([Path(item).expanduser() for item in items], key)
-        self.label = self.paths[0].name.split(".")[0] if len(self.paths) == 1 else Path(items[0]).name
-        self.seen = [seen(path) for path in self.paths]
-        self.digests = [file_digest(path) for path in self.paths]
-        content = repr([(kind(path), digest) for path, digest in zip(self.paths, self.digests, strict=True)])
+    def __init__(self, paths: list[Path], column: str = "text", label: str = "", val: "Files | None" = None) -> None:
+        self.column, self.own_val = column, val
+        self.label = label or (paths[0].name.split(".")[0] if len(paths) == 1 else paths[0].parent.name)
+        self.files = [(path, stamp(path), file_digest(path)) for path in paths]
+        content = repr([(kind(path), digest) for path, _, digest in self.files])
         self.identity: dict[str, Any] = {"content": xxhash.xxh3_128_hexdigest(content.encode()), "column": column}
-        if self.own_val:
-            self.identity["val"] = self.own_val.identity
-        self.size = sum(size for size, _ in self.seen)
-        self.base = 0  # bytes of the files that were read
-        self.raw: IO[bytes] | None = None  # the file that is being read, as it lies on the disk
+        if val:
+            self.identity["val"] = val.identity
+        self.size = sum(size for _, (size, _), _ in self.files)
+        self.finished = 0  # bytes of the files before the one that is being read
+        self.raw: IO[bytes] | None = None  # that one, as it lies on the disk
 
-    @property
-    def position(self) -> int:
-        return self.base + (self.raw.tell() if self.raw and not self.raw.closed else 0)
+    def share(self) -> float:
+        return (self.finished + (self.raw.tell() if self.raw and not self.raw.closed else 0)) / max(1, self.size)
 
     def val(self) -> "Files | None":
         return self.own_val
 
-    def documents(self, after: Position = (None, 0)) -> Iterator[Document]:
-        count = self.base = 0
-        for path, digest, (size, _) in zip(self.paths, self.digests, self.seen, strict=True):
-            if kind(path) in ROWS:
-                for text in self._rows(path):
-                    count += 1
-                    if count > after[1]:
-                        yield Document(text_key(text), [text], (None, count))
+    def documents(self, state: Any = None) -> Iterator[Document]:
+        """Always from the beginning: reading is quick, next to tokenising."""
+        self.finished = 0
+        for path, before, digest in self.files:
+            if kind(path) not in READERS:
+                yield Document(digest, self._text(path))
             else:
-                count += 1
-                if count > after[1]:
-                    yield Document(digest, self._text(path), (None, count))
-            self.base += size
-
-    def check(self) -> None:
-        for path, before in zip(self.paths, self.seen, strict=True):
-            if seen(path) != before:
+                with self._open(path, "utf-8-sig") as file:
+                    for where, row in READERS[kind(path)](path, file, self.column):
+                        text = cell(row, self.column, where)
+                        yield Document(text_key(text), [text])
+            if stamp(path) != before:
                 raise ValueError(f"{path} changed while it was read: run again")
-        if self.own_val:
-            self.own_val.check()
+            self.finished += before[0]
 
     def _text(self, path: Path) -> Iterator[str]:
         """A text file as it is: no byte is changed, no line end translated."""
-        decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
-        with self._open(path) as file:
-            while block := file.read(BLOCK):
-                offset += len(block)
-                with utf8(path, offset - len(block) - len(decoder.getstate()[0])):
-                    yield decoder.decode(block)
-            with utf8(path, offset - len(decoder.getstate()[0])):
-                decoder.decode(b"", final=True)
-
-    def _rows(self, path: Path) -> Iterator[str]:
-        if kind(path) == ".parquet":
-            yield from parquet_rows(path, self.column)
-            return
-        with self._open(path) as file:
-            for where, row in csv_rows(path, file) if kind(path) == ".csv" else json_rows(path, file):
-                yield cell(row, self.column, where)
+        with self._open(path, "utf-8") as file:
+            yield from iter(partial(file.read, BLOCK), "")
 
     @contextmanager
-    def _open(self, path: Path) -> Iterator[IO[bytes]]:
+    def _open(self, path: Path, encoding: str) -> Iterator[io.TextIOWrapper]:
         with path.open("rb") as self.raw:
+            unpacked: Any = gzip.GzipFile(fileobj=self.raw) if path.suffix.lower() == ".gz" else self.raw
+            file = io.TextIOWrapper(unpacked, encoding, newline="\n")
             try:
-                yield gzip.GzipFile(fileobj=self.raw) if path.suffix.lower() == ".gz" else self.raw  # type: ignore[misc]
+                yield file
+            except UnicodeDecodeError as error:  # its object ends where the file was read to
+                at, byte = unpacked.tell() - len(error.object) + error.start, error.object[error.start]
+                raise ValueError(
+                    f"{path} is not UTF-8 at byte {at} (0x{byte:02x}): convert it, for example with "
+                    "iconv -f LATIN1 -t UTF-8, or repair that byte"
+                ) from None
             except (gzip.BadGzipFile, EOFError, zlib.error) as error:
                 raise ValueError(f"{path} is not a whole gzip file: {error}") from None
 
 
-def parquet_rows(path: Path, column: str) -> Iterator[str]:
-    import pyarrow.parquet  # slow to import, and comes with `datasets`
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            if column not in file.schema_arrow.names:
-                raise no_column(column, file.schema_arrow.names, str(path))
-            row = 0
-            for batch in file.iter_batches(batch_size=256, columns=[column]):
-                for value in batch.column(0).to_pylist():
-                    row += 1
-                    yield cell({column: value}, column, f"{path} row {row}")
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a parquet file: {str(error).splitlines()[0]}") from None
-
-
-def json_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(lines(path, file), 1):
+def json_rows(path: Path, file: io.TextIOWrapper, column: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in enumerate(file, 1):
         where = f"{path} line {number}"
         try:
             row = json.loads(line) if line.strip() else None
@@ -126,9 +94,9 @@ def json_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[str, dict[str, Any]
             yield where, row
 
 
-def csv_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
+def csv_rows(path: Path, file: io.TextIOWrapper, column: str) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(2**31 - 1)  # the default refuses documents over 128 KB
-    reader = csv.DictReader(lines(path, file), strict=True)
+    reader = csv.DictReader(file, strict=True)
     try:
         for row in reader:
             yield f"{path} line {reader.line_num}", row
@@ -136,28 +104,27 @@ def csv_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[str, dict[str, Any]]
         raise ValueError(f"{path} line {reader.reader.line_num} is not CSV: {error}") from None
 
 
-def lines(path: Path, file: IO[bytes]) -> Iterator[str]:
-    offset = 0
-    for line in file:
-        with utf8(path, offset):
-            yield line.decode("utf-8-sig" if offset == 0 else "utf-8")
-        offset += len(line)
+def parquet_rows(path: Path, file: io.TextIOWrapper, column: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow.parquet  # slow to import, and comes with `datasets`
 
-
-@contextmanager
-def utf8(path: Path, offset: int) -> Iterator[None]:
-    """For decoding bytes that begin at that offset of the (unpacked) file."""
     try:
-        yield
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 at byte {offset + error.start} (0x{error.object[error.start]:02x}): convert it, for "
-            "example with iconv -f LATIN1 -t UTF-8, or repair that byte"
-        ) from None
+        table = pyarrow.parquet.ParquetFile(file.buffer)
+        if column not in table.schema_arrow.names:
+            raise no_column(column, table.schema_arrow.names, str(path))
+        batches = table.iter_batches(batch_size=256, columns=[column])
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+            yield f"{path} row {number}", row
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a parquet file: {str(error).splitlines()[0]}") from None
 
 
-def expand(items: list[Path], key: str) -> tuple[list[Path], str]:
-    """The files that files, folders and globs name, each once, and a notice of what the folders hold besides."""
+READERS = {".jsonl": json_rows, ".json": json_rows, ".csv": csv_rows, ".parquet": parquet_rows}
+KINDS = (".txt", ".md", *READERS)
+
+
+def find_files(given: Any, key: str, say: Callable[[str], None]) -> list[Path]:
+    """The files that a file, folder or glob, or a list of these, names, each once. Says what folders hold besides."""
+    items = [Path(item).expanduser() for item in ([given] if isinstance(given, str | Path) else given)]
     found: dict[Path, None] = {}
     left_out: Counter[str] = Counter()
     for item in items:
@@ -167,14 +134,15 @@ def expand(items: list[Path], key: str) -> tuple[list[Path], str]:
         for match in matches:
             for path in sorted(match.rglob("*")) if match.is_dir() else [match]:
                 hidden = any(part.startswith(".") for part in path.relative_to(match).parts)
-                if path == match or (path.is_file() and not hidden and kind(path) in TEXT + ROWS):
+                if path == match or (path.is_file() and not hidden and kind(path) in KINDS):
                     found[path] = None
                 elif path.is_file() and not hidden:
                     left_out[path.suffix or path.name] += 1
     if not found:
-        raise ValueError(f"{key}={items[0]} holds no {', '.join(TEXT + ROWS)} files (nor such .gz files)")
-    kinds = ", ".join(f"{n} x {suffix}" for suffix, n in left_out.most_common(8))
-    return list(found), f"not read in {items[0]}: {kinds}" if left_out else ""
+        raise ValueError(f"{key}={given} holds no {', '.join(KINDS)} files (nor such .gz files)")
+    if left_out:
+        say(f"not read in {given}: {', '.join(f'{n} x {suffix}' for suffix, n in left_out.most_common(8))}")
+    return list(found)
 
 
 def kind(path: Path) -> str:
@@ -182,13 +150,11 @@ def kind(path: Path) -> str:
     return "." + path.name.lower().removesuffix(".gz").rpartition(".")[2]
 
 
-def seen(path: Path) -> tuple[int, int]:
+def stamp(path: Path) -> tuple[int, int]:
+    """Size and time, which tell of most changes at once."""
     return path.stat().st_size, path.stat().st_mtime_ns
 
 
 def file_digest(path: Path) -> int:
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return digest.intdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).intdigest()  # type: ignore[attr-defined]

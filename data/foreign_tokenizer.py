@@ -6,13 +6,11 @@ Texts are encoded whole, however large: only the model's makers know where their
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
-import xxhash
 
 from data.tokenizer import Tokenizer, well_formed
 
@@ -25,18 +23,22 @@ BLANK = "\u2581"  # how sentencepiece spells a blank
 
 class ForeignTokenizer(Tokenizer):
     name = "tokenizer.json"
-    cuttable = False
 
-    def __init__(self, spelled: str, settings: dict[str, Any], end_of_text: int, other_ends: Sequence[int] = ()) -> None:
-        """`spelled` is the text of tokenizer.json, `settings` the content of tokenizer_config.json."""
-        self.spelled, self.settings, self.end_of_text = spelled, settings, end_of_text
-        self.other_ends = other_ends
-        self.tokenizer = tokenizers.Tokenizer.from_str(spelled)
+    def __init__(self, folder: Path) -> None:
+        self.json = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        self.settings = read_json(folder / "tokenizer_config.json")
+        template = folder / "chat_template.jinja"
+        self.chat_template = template.read_text(encoding="utf-8") if template.is_file() else None
+        self.tokenizer = tokenizers.Tokenizer.from_str(self.json)
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.n_vocab = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.added = {i: token.content for i, token in self.tokenizer.get_added_tokens_decoder().items()}
-        decoder = json.loads(spelled).get("decoder") or {}
+        self.ends = self._find_ends(folder)
+        self.end_of_text = self.ends[0]
+        whole = self.tokenizer.encode("a").ids
+        self.prefix = whole[: whole.index(self.tokenizer.encode("a", add_special_tokens=False).ids[0])]
+        decoder = json.loads(self.json).get("decoder") or {}
         steps = {step["type"]: step for step in decoder.get("decoders", [decoder]) if step}
         self.byte_level = "ByteLevel" in steps
         self.byte_fallback = "ByteFallback" in steps
@@ -48,28 +50,8 @@ class ForeignTokenizer(Tokenizer):
                 "sentencepiece tokenizers are understood"
             )
 
-    @classmethod
-    def load(cls, folder: Path) -> "ForeignTokenizer":
-        spelled = (folder / "tokenizer.json").read_text(encoding="utf-8")
-        settings = read_json(folder / "tokenizer_config.json")
-        end_of_text = find_end_of_text(folder, settings, spelled)
-        ends = read_json(folder / "generation_config.json").get("eos_token_id")
-        others = [token for token in ends if token != end_of_text] if isinstance(ends, list) else []
-        return cls(spelled, settings, end_of_text, others)
-
-    @property
-    def ends(self) -> list[int]:
-        return [self.end_of_text, *self.other_ends]
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return xxhash.xxh3_128_hexdigest(f"{self.end_of_text} {self.spelled}".encode())
-
-    @cached_property
-    def prefix(self) -> list[int]:
-        plain = self.tokenizer.encode("a", add_special_tokens=False).ids
-        whole = self.tokenizer.encode("a").ids
-        return whole[: whole.index(plain[0])]
+    def spelled(self) -> str:
+        return self.json
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         self.tokenizer.encode_special_tokens = not special
@@ -102,27 +84,25 @@ class ForeignTokenizer(Tokenizer):
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_text(self.spelled, encoding="utf-8")
+        (folder / "tokenizer.json").write_text(self.json, encoding="utf-8")
         settings = {**self.settings, "eos_token": self.tokenizer.id_to_token(self.end_of_text)}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+        if self.chat_template is not None:
+            (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
+
+    def _find_ends(self, folder: Path) -> list[int]:
+        token = self.settings.get("eos_token") or ""
+        named = self.tokenizer.token_to_id(token["content"] if isinstance(token, dict) else token)
+        given = [read_json(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
+        others = next((ids for ids in given if ids is not None), None)
+        ends = [named, *(others if isinstance(others, list) else [others])]
+        if ends == [None, None]:
+            raise ValueError(
+                f"{folder} names no end-of-text token: give eos_token in tokenizer_config.json, or eos_token_id in "
+                "generation_config.json or config.json"
+            )
+        return list(dict.fromkeys(token for token in ends if token is not None))
 
 
 def read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def find_end_of_text(folder: Path, settings: dict[str, Any], spelled: str) -> int:
-    token = settings.get("eos_token")
-    if token:
-        content = token["content"] if isinstance(token, dict) else token
-        found = tokenizers.Tokenizer.from_str(spelled).token_to_id(content)
-        if found is not None:
-            return found
-    for name in ("generation_config.json", "config.json"):
-        ids = read_json(folder / name).get("eos_token_id")
-        if ids is not None:
-            return ids[0] if isinstance(ids, list) else ids
-    raise ValueError(
-        f"{folder} names no end-of-text token: give eos_token in tokenizer_config.json, or eos_token_id in "
-        "generation_config.json or config.json"
-    )

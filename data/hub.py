@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +21,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from data.source import DataConfig, Document, Position, cell, no_column, text_key
+from data.source import DataConfig, Document, cell, no_column, text_key
 from data.token_file import write_atomically
 
 ROWS = 64  # read together
@@ -33,18 +32,15 @@ T = TypeVar("T")
 class HubDataset:
     """One split of a dataset."""
 
-    notice = ""
-
     def __init__(self, config: DataConfig, split: str, commit: str | None = None) -> None:
         self.config, self.split, self.label = config, split, str(config.name)
         self.commit = commit or find_commit(config)
         self.identity = {"name": config.name, "subset": config.subset, "split": split, "val_split": config.val_split}
         self.identity |= {"column": config.text_column, "commit": self.commit}
-        self.position = 0
+        self.row, self.n_rows = 0, 0
 
-    @property
-    def size(self) -> int | None:
-        return None if self.config.streaming else len(self.dataset)
+    def share(self) -> float | None:
+        return None if self.config.streaming else self.row / max(1, self.n_rows)
 
     def val(self) -> "HubDataset | None":
         """data.val_split or, unasked, the split that the dataset itself calls `validation`."""
@@ -55,46 +51,36 @@ class HubDataset:
         return HubDataset(self.config, split, self.commit) if split else None
 
     @cached_property
-    def dataset(self) -> Any:
-        config = self.config
+    def dataset(self) -> tuple[Any, dict[str, Any]]:
+        """Read row by row, and its state at the beginning."""
+        config, column = self.config, self.config.text_column
         if not sys.stderr.isatty():
             datasets.disable_progress_bars()
         settings = {"split": self.split, "revision": self.commit, "streaming": config.streaming}
         dataset = attempt(config, lambda: datasets.load_dataset(self.label, config.subset, **settings))
         columns = dataset.column_names or list(attempt(config, lambda: next(iter(dataset), {})))
-        if config.text_column not in columns:
-            raise no_column(config.text_column, columns, self.label)
-        return dataset.select_columns([config.text_column])
+        if column not in columns:
+            raise no_column(column, columns, self.label)
+        if not config.streaming:
+            self.n_rows = len(dataset)
+            dataset = dataset.to_iterable_dataset()
+        dataset = dataset.select_columns([column])
+        return dataset, dataset.state_dict()
 
-    @cached_property
-    def start(self) -> dict:
-        """The state of a stream from which nothing was read."""
-        return self.dataset.state_dict()
-
-    def documents(self, after: Position = (None, 0)) -> Iterator[Document]:
-        dataset, column, streaming = self.dataset, self.config.text_column, self.config.streaming
-        state, skip = after
-        if streaming:
-            state = state or self.start
-            dataset.load_state_dict(state)
-        batches = dataset.iter(ROWS) if streaming else dataset.skip(skip).iter(ROWS)
-        row = 0 if streaming else skip
+    def documents(self, state: Any = None) -> Iterator[Document]:
+        (dataset, beginning), column = self.dataset, self.config.text_column
+        self.row, inner = state or (0, beginning)
+        dataset.load_state_dict(inner)
+        batches = dataset.iter(ROWS)
         while True:
-            with explained(self.config):
-                batch = next(batches, None)
+            batch = attempt(self.config, lambda: next(batches, None), patience=0)  # a broken stream cannot go on
             if batch is None:
                 return
-            for index, value in enumerate(batch[column], 1):
-                row += 1
-                if not streaming or index > skip:
-                    self.position = row
-                    text = cell({column: value}, column, f"{self.label} {self.split} row {row}")
-                    yield Document(text_key(text), [text], (state, index) if streaming else (None, row))
-            if streaming:
-                state, skip = dataset.state_dict(), 0
-
-    def check(self) -> None:
-        """A commit never changes."""
+            for value in batch[column]:
+                self.row += 1
+                text = cell({column: value}, column, f"{self.label} {self.split} row {self.row}")
+                yield Document(text_key(text), [text], state)
+            state = self.row, dataset.state_dict()
 
 
 def find_commit(config: DataConfig) -> str:
@@ -112,29 +98,22 @@ def find_commit(config: DataConfig) -> str:
     return str(info.sha)
 
 
-def attempt(config: DataConfig, action: Callable[[], T]) -> T:
-    """The action's result; a busy server is asked again for a while."""
-    give_up, pause = time.monotonic() + PATIENCE, 0.25
+def attempt(config: DataConfig, action: Callable[[], T], patience: float = PATIENCE) -> T:
+    """The action's result; a busy server is asked again for a while.
+
+    Any failure becomes one line: a ValueError if the user can mend it, else an OSError.
+    """
+    give_up, pause = time.monotonic() + patience, 0.25
     while True:
         try:
-            with explained(config):
-                return action()
-        except (ValueError, OSError) as error:
-            answers = [cause.response for cause in causes(error) if isinstance(cause, HfHubHTTPError)]
-            busy = any(answer.status_code == 429 or answer.status_code >= 500 for answer in answers)
-            if not busy or time.monotonic() + pause > give_up:
-                raise
+            return action()
+        except Exception as error:  # theirs are of a dozen unrelated classes
+            chain = causes(error)
+            status = max((cause.response.status_code for cause in chain if isinstance(cause, HfHubHTTPError)), default=0)
+            if not (status == 429 or status >= 500) or time.monotonic() + pause > give_up:
+                raise explain(config, chain) from error
         time.sleep(pause)
         pause *= 2
-
-
-@contextmanager
-def explained(config: DataConfig) -> Iterator[None]:
-    """Any failure of the clients as one line: a ValueError if the user can mend it, else an OSError."""
-    try:
-        yield
-    except Exception as error:  # theirs are of a dozen unrelated classes
-        raise explain(config, causes(error)) from error
 
 
 def causes(error: BaseException | None) -> list[BaseException]:

@@ -1,8 +1,8 @@
-"""What to read, and what every source (stdlib.py, files.py, hub.py) gives: documents, one at a time."""
+"""What to read, and what every source (files.py, hub.py) gives: documents, one at a time."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
@@ -39,18 +39,18 @@ class DataConfig:
             if value is not None and value < 1:
                 raise ValueError(f"data.{key}={value} must be at least 1 (or null)")
         if self.path is not None and (self.name is not None or self.source == "hub"):
-            raise ValueError(
-                f"data.path={self.path} and data.name={self.name} (data.source={self.source}) name two sources: "
-                "set data.path=null for the hub, or data=text for files"
-            )
-        if self.kind == "files" and self.path is None:
-            raise ValueError("data.path=null: data.source=files needs data.path, a file, a folder, a glob or a list")
-        if self.kind == "hub" and self.name is None:
-            raise ValueError("data.name=null: data.source=hub needs data.name, such as roneneldan/TinyStories")
-        if self.val_path is not None and self.kind != "files":
-            raise ValueError(f"data.val_path={self.val_path} needs data.path, but data.source={self.kind}")
-        if self.val_split is not None and self.kind != "hub":
-            raise ValueError(f"data.val_split={self.val_split} needs a hub dataset, but data.source={self.kind}")
+            two = f"data.path={self.path} and data.name={self.name} (data.source={self.source}) name two sources"
+            raise ValueError(f"{two}: set data.path=null for the hub, or data=text for files")
+        for kind, needed, example in (
+            ("files", "path", "a file, a folder, a glob or a list"),
+            ("hub", "name", "such as roneneldan/TinyStories"),
+        ):
+            if self.kind == kind and getattr(self, needed) is None:
+                raise ValueError(f"data.{needed}=null: data.source={kind} needs data.{needed}, {example}")
+        for kind, key, needed in (("files", "val_path", "data.path"), ("hub", "val_split", "a hub dataset")):
+            value = getattr(self, key)
+            if self.kind != kind and value is not None:
+                raise ValueError(f"data.{key}={value} needs {needed}, but data.source={self.kind}")
 
     @property
     def held_out(self) -> float:
@@ -66,36 +66,24 @@ class DataConfig:
         return "hub" if self.source == "stdlib" and self.name is not None else self.source
 
 
-Position = tuple[dict | None, int]  # a stream's state, and how many documents to skip from there
-
-
-@dataclass(slots=True)
-class Document:
+class Document(NamedTuple):
     key: int  # 128-bit hash of the content
     parts: Iterable[str]  # the text, in order; read once
-    after: Position  # where `documents` goes on after this one
+    state: Any = None  # `documents` can begin here again, at this document or some before it
 
 
 class Source(Protocol):
     label: str
     identity: dict[str, Any]  # equal if and only if the documents are
-    notice: str  # what the user should know, else ""
 
-    @property
-    def size(self) -> int | None: ...  # in units of its own
-
-    @property
-    def position(self) -> int: ...  # how much of the size has been read
+    def share(self) -> float | None:
+        """How much of it has been read, from 0 to 1; None where nobody knows, since it is still to be downloaded."""
 
     def val(self) -> "Source | None":
         """The documents that the source itself sets aside for validation."""
-        ...
 
-    def documents(self, after: Position = (None, 0)) -> Iterator[Document]: ...
-
-    def check(self) -> None:
-        """Raise ValueError if the content changed since the identity was taken."""
-        ...
+    def documents(self, state: Any = None) -> Iterator[Document]:
+        """From the state that one of them came with, or from the beginning."""
 
 
 def text_key(text: str) -> int:

@@ -29,15 +29,12 @@ class TextStream:
         return self._give(self.decoder.decode(b"", final=True), final=True)
 
     def _give(self, text: str, final: bool) -> str:
-        for character in text if not self.stopped else "":
-            self.held += character
-            found = max((stop for stop in self.stop if self.held.endswith(stop)), key=len, default=None)
-            if found is not None:
-                self.stopped = True
-                self.held = self.held.removesuffix(found)
-                break
-        end = len(self.held) - (0 if final or self.stopped else self._uncertain())
-        given, self.held = self.held[:end], self.held[end:]
+        self.held += "" if self.stopped else text
+        ends = [(self.held.find(stop) + len(stop), -len(stop)) for stop in self.stop if stop in self.held]
+        if ends:  # the first to end and, of these, the longest
+            self.stopped, self.held = True, self.held[: sum(min(ends))]
+        uncertain = 0 if final or self.stopped else self._uncertain()
+        given, self.held = self.held[: len(self.held) - uncertain], self.held[len(self.held) - uncertain :]
         return given
 
     def _uncertain(self) -> int:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol
 
@@ -39,9 +38,10 @@ BPE_PATTERN = (
     r"|\s{1,512}(?!\S)|\s{1,512}"
 )
 PIECE = 1 << 17  # characters
-# A new token starts here in every encoding above, so cutting here changes no id: of all that is no blank, a token
-# goes on with line ends only, and only after punctuation.
-CUT = re.compile(r"\S(?=[^\S\r\n])|[^\W_](?=[\r\n])")
+SHARES = 64  # of a batch of texts, each a task for a thread
+# The last place where a new token starts in every encoding above, so that cutting there changes no id: of all that
+# is no blank, a token goes on with line ends only, and only after punctuation.
+CUT = re.compile(r"(?s:.*)(?:\S(?=[^\S\r\n])|[^\W_](?=[\r\n]))")
 
 
 @dataclass
@@ -65,30 +65,29 @@ class Tokenizer(Protocol):
     name: str
     n_vocab: int  # every id is below it
     end_of_text: int
-    cuttable: bool  # encode(a) + encode(b) == encode(a + b) where `pieces` cuts
+    prefix: list[int]  # ids that a foreign model expects before every text (Llama's <s>)
+    ends: list[int]  # the ids that end a text: end_of_text, and whatever else a chat model says when it has done
 
-    @property
-    def prefix(self) -> list[int]: ...  # ids that a foreign model expects before every text (Llama's <s>)
+    def spelled(self) -> str:
+        """Everything that decides the ids, but for end_of_text."""
 
-    @property
-    def ends(self) -> list[int]:
-        """The ids that end a text: end_of_text, and whatever else a chat model says when it has done."""
-        return [self.end_of_text]
-
-    @property
-    def fingerprint(self) -> str: ...  # equal if and only if the same texts give the same ids
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal if and only if the same texts give the same ids."""
+        return xxhash.xxh3_128_hexdigest(f"{self.end_of_text} {self.spelled()}".encode())
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """With special=False, text that spells a special token is ordinary text. A lone surrogate is read as U+FFFD."""
-        ...
 
     def encode_batch(self, texts: Sequence[str], pool: ThreadPoolExecutor) -> list[np.ndarray]:
         """The ids of each text, found with every thread of the pool."""
-        ...
+
+    def cut(self, parts: Iterable[str]) -> Iterator[str]:
+        """A text, given in parts, as pieces that may be encoded one by one: in one piece, unless a tokenizer knows better."""
+        yield from filter(None, ["".join(parts)])
 
     def token_bytes(self, token: int) -> bytes:
         """What the id adds inside a text: U+FFFD for an id below n_vocab that stands for nothing."""
-        ...
 
     def save(self, folder: Path) -> None: ...
 
@@ -105,35 +104,13 @@ def pieces(parts: Iterable[str]) -> Iterator[str]:
     for part in parts:
         text, start = text + part, 0
         while len(text) - start > PIECE:
-            end = last_cut(text, start, start + PIECE)
+            found = CUT.match(text, start, start + PIECE)
+            end = found.end() if found else start + PIECE  # no blank: one word is cut in two
             yield text[start:end]
             start = end
         text = text[start:]
     if text:
         yield text
-
-
-def packets(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts in groups of some PIECE / 2 characters, each a task worth handing to a thread."""
-    group: list[str] = []
-    size = 0
-    for text in texts:
-        group.append(text)
-        size += len(text)
-        if size >= PIECE // 2:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
-def last_cut(text: str, start: int, end: int) -> int:
-    """The last harmless cut in text[start:end], else the end (a run without blanks: one word is cut in two)."""
-    for low in (max(start, end - 4096), start):
-        cut = max((match.end() for match in CUT.finditer(text, low, end)), default=None)
-        if cut is not None:
-            return cut
-    return end
 
 
 def well_formed(text: str) -> str:
@@ -146,42 +123,42 @@ def well_formed(text: str) -> str:
 
 
 class TiktokenTokenizer(Tokenizer):
-    cuttable = True
-
     def __init__(self, name: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> None:
         self.name, self.pattern, self.ranks, self.special = name, pattern, ranks, special
-        self.encoding = self._new_encoding()
-        # An encoding is fast only in the thread that used it first (its regex keeps that thread's scratch space
-        # outside a lock), so every thread of a pool has one of its own: with two threads, 1.5 times the speed.
         self.own = threading.local()
         self.n_vocab = self.encoding.n_vocab
         self.end_of_text = special[END_OF_TEXT]
+        self.prefix, self.ends = [], [self.end_of_text]
 
     @property
-    def prefix(self) -> list[int]:
-        return []
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return xxhash.xxh3_128_hexdigest(self._spelled().encode())
+    def encoding(self) -> tiktoken.Encoding:
+        """This thread's own. An encoding is fast only in the thread that used it first (its regex keeps that thread's
+        scratch space outside a lock): with two threads, two of them are 1.5 times as fast as one."""
+        if not hasattr(self.own, "encoding"):
+            self.own.encoding = tiktoken.Encoding(
+                self.name, pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens=self.special
+            )
+        return self.own.encoding
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         if special:
             return self.encoding.encode(well_formed(text), allowed_special="all")
-        return join([encode_piece(self.encoding, piece) for piece in pieces([well_formed(text)])]).tolist()
+        return self._ids(text).tolist()
 
     def encode_batch(self, texts: Sequence[str], pool: ThreadPoolExecutor) -> list[np.ndarray]:
-        cut = [list(pieces([well_formed(text)])) for text in texts]
-        encoded = chain.from_iterable(pool.map(self._encode_packet, packets(chain.from_iterable(cut))))
-        return [join(list(islice(encoded, len(group)))) for group in cut]
+        found = [np.empty(0, np.uint32)] * len(texts)
+        shares = (texts[i::SHARES] for i in range(SHARES))
+        for i, share in enumerate(pool.map(lambda share: list(map(self._ids, share)), shares)):
+            found[i::SHARES] = share
+        return found
 
-    def _encode_packet(self, packet: list[str]) -> list[np.ndarray]:
-        if not hasattr(self.own, "encoding"):
-            self.own.encoding = self._new_encoding()
-        return [encode_piece(self.own.encoding, piece) for piece in packet]
+    def _ids(self, text: str) -> np.ndarray:
+        """tiktoken releases the interpreter's lock meanwhile."""
+        found = [self.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces([well_formed(text)])]
+        return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.uint32), *found])
 
-    def _new_encoding(self) -> tiktoken.Encoding:
-        return tiktoken.Encoding(self.name, pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens=self.special)
+    def cut(self, parts: Iterable[str]) -> Iterator[str]:
+        return pieces(parts)
 
     def token_bytes(self, token: int) -> bytes:
         if not 0 <= token < self.n_vocab:
@@ -193,24 +170,14 @@ class TiktokenTokenizer(Tokenizer):
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE_NAME).write_text(self._spelled())
+        (folder / FILE_NAME).write_text(self.spelled())
 
-    def _spelled(self) -> str:
-        """Everything that decides the ids, as JSON; a token's rank is its place in the list."""
+    def spelled(self) -> str:
+        """JSON; a token's rank is its place in the list."""
         tokens = sorted(self.ranks, key=self.ranks.__getitem__)
         assert [self.ranks[token] for token in tokens] == list(range(len(tokens)))
         ranks = [base64.b64encode(token).decode() for token in tokens]
-        content = {"name": self.name, "pattern": self.pattern, "special_tokens": self.special, "ranks": ranks}
-        return json.dumps(content)
-
-
-def encode_piece(encoding: tiktoken.Encoding, piece: str) -> np.ndarray:
-    """tiktoken releases the interpreter's lock meanwhile."""
-    return encoding.encode_to_numpy(piece, disallowed_special=())
-
-
-def join(arrays: list[np.ndarray]) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, np.uint32), *arrays])
+        return json.dumps({"name": self.name, "pattern": self.pattern, "special_tokens": self.special, "ranks": ranks})
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -222,7 +189,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if (folder / "tokenizer.json").is_file():
         from data.foreign_tokenizer import ForeignTokenizer  # imports `tokenizers`, which few runs need
 
-        return ForeignTokenizer.load(folder)
+        return ForeignTokenizer(folder)
     raise ValueError(f"{folder} holds no tokenizer: neither {FILE_NAME} nor tokenizer.json")
 
 
@@ -252,10 +219,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def require_file(name: str, url: str) -> None:
     """tiktoken downloads without a time limit, so see first whether the file is there or can be had."""
-    default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", default))
-    stored = Path(cache, hashlib.sha1(url.encode()).hexdigest())
-    if cache and stored.is_file():
+    default = os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache"))
+    stored = Path(os.environ.get("TIKTOKEN_CACHE_DIR", default), hashlib.sha1(url.encode()).hexdigest())
+    if stored.is_file():
         return
     import requests  # tiktoken's own, slow to import
 

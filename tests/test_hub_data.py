@@ -198,7 +198,7 @@ def test_without_a_network_one_line_comes_soon(tmp_path):
 KILLED = """
 import os, signal, sys
 import data.build
-data.build.BATCH, data.build.SAVE_EVERY = 100_000, 0.0
+data.build.BATCH = 100_000
 saves = []
 def hook(event, arguments):
     if event == "os.rename" and str(arguments[1]).endswith("progress.json"):

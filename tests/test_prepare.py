@@ -4,7 +4,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,14 +13,14 @@ from hypothesis import strategies as st
 
 import data.build
 from data.prepare import Corpus, prepare
-from data.progress import Progress
+from data.progress import progress_bar
 from data.source import DataConfig
-from data.stdlib import StandardLibrary
+from data.stdlib import module_files
 from data.token_file import TokenFile
 from data.tokenizer import BPE_PATTERN, BYTES, TiktokenTokenizer, TokenizerConfig, build_tokenizer, train_bpe
 
 ROOT = Path(__file__).parent.parent
-ENGLISH = "".join(text for text in StandardLibrary().texts[:30])[:200_000]
+ENGLISH = "".join(path.read_text() for path in module_files()[:30])[:200_000]
 
 
 class Prepared:
@@ -268,7 +267,7 @@ def test_changed_text_of_the_same_size_and_time_is_tokenised_again(prepared, tmp
     put(path, "text two")
     os.utime(path, ns=times)
     second = prepared(path)
-    assert not second.reused
+    assert not second.reused and any(f"also holds {first.folder.name}," in line for line in prepared.said)
     assert bytes(ids(first.train) + ids(first.val)[:-1]) == b"text one"
     assert bytes(ids(second.train) + ids(second.val)[:-1]) == b"text two"
 
@@ -343,7 +342,6 @@ def kill_at_event(number: int, folder: Path) -> None:
 
 def test_a_kill_at_any_moment_harms_neither_the_old_corpus_nor_the_new(tmp_path, monkeypatch):
     monkeypatch.setattr(data.build, "BATCH", 7000)
-    monkeypatch.setattr(data.build, "SAVE_EVERY", 0.0)
     prepared = Prepared(tmp_path)
     path = put(tmp_path / "a.txt", "old text " * 500)
     old = ids(prepared(path).train)
@@ -377,7 +375,6 @@ def test_processes_that_prepare_the_same_text_at_once_share_it(tmp_path):
 
 def test_an_interrupted_preparation_goes_on_where_it_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(data.build, "BATCH", 1000)
-    monkeypatch.setattr(data.build, "SAVE_EVERY", 0.0)
     notes(tmp_path / "notes", 400)
     put(tmp_path / "notes" / "0100.txt", ENGLISH * 10)  # interrupted inside a document of several pieces, too
     whole = Prepared(tmp_path / "other")(tmp_path / "notes")
@@ -388,7 +385,7 @@ def test_an_interrupted_preparation_goes_on_where_it_stopped(tmp_path, monkeypat
             break
         progress = json.loads(next((tmp_path / "cache").glob("*/progress.json")).read_text())
         written.append(sum(progress["n_tokens"].values()))
-        inside = inside or progress["resume"][1] > 0
+        inside = inside or 200 < progress["after"][1] < 216
     corpus = prepared(tmp_path / "notes")
     assert len(written) > 2 and written == sorted(set(written)) and inside
     assert ids(corpus.train) == ids(whole.train) and ids(corpus.val) == ids(whole.val)
@@ -399,10 +396,19 @@ def test_an_interrupted_preparation_goes_on_where_it_stopped(tmp_path, monkeypat
 
 def test_inspection_shows_what_the_model_sees(tmp_path):
     put(tmp_path / "a.txt", "It was a bright cold day in April.\n" * 50)
-    command = [sys.executable, "-m", "data", f"path={tmp_path}/a.txt", "tokenizer=bytes", f"cache_dir={tmp_path}/cache"]
+    put(tmp_path / "b.txt", "It was the best of times.\n")
+    settings = [f"path={tmp_path}/a.txt,{tmp_path}/b.txt", f"cache_dir={tmp_path}/cache", "val_fraction=0.1", "streaming=False"]
+    command = [sys.executable, "-m", "data", "tokenizer=bytes", "threads=2", *settings]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert shown.returncode == 0
-    for part in ("1 documents", "1,575 tokens", "1.00 bytes a token", "longest document", "It was a bright cold day"):
+    assert "prepared" in shown.stderr and "prepared" not in shown.stdout
+    for part in (
+        "1 documents, 1,598 tokens",
+        "2 documents, 180 tokens",
+        "1.00 bytes a token",
+        "tokens a document",
+        "It was a bright cold day",
+    ):
         assert part in shown.stdout
     wrong = subprocess.run([*command, "pth=x"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert wrong.returncode != 0 and wrong.stderr.startswith("pth is no setting") and wrong.stderr.count("\n") == 1
@@ -417,15 +423,15 @@ def test_importing_data_loads_nothing_slow():
 
 def test_progress_tells_rate_and_time_left(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
     said: list[str] = []
-    progress = Progress("tokenising notes", said.append)
-    progress.show(1_000_000, 0.1)  # where an earlier process stopped
-    for step in range(1, 31):
-        now[0] += 1
-        progress.show(1_000_000 + 100_000 * step, 0.1 + 0.01 * step)
+    with progress_bar("tokenising notes", said.append, 1_000_000) as bar:  # what an earlier process did
+        bar.total = 10_000_000
+        for _ in range(30):
+            now[0] += 1
+            bar.update(100_000)
     assert len(said) == 3
-    assert said[0] == "tokenising notes: 2.0 M tokens, 0.10 M tokens/s, 20%, 0:01:20 left"
+    assert said[0] == "tokenising notes:  20% 2.00M/10.0M [00:10<01:20, 100k tokens/s]"
 
 
 @pytest.mark.slow

@@ -8,11 +8,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data.files import BLOCK, Files
+from data.files import BLOCK, Files, find_files
+from data.prepare import open_source
 from data.source import DataConfig
-from data.stdlib import StandardLibrary, module_files, read_module
+from data.stdlib import module_files
 
 ODD_TEXTS = {
+    "empty": "",
     "windows": "roses\r\nviolets\r\n\r\nend",
     "byte order mark": "\ufeffstart\n",
     "separators": "a\u2028b\u2029c\x0cd\x1ce\x85f\n",
@@ -26,9 +28,9 @@ ODD_TEXTS = {
 
 
 def texts(*paths: Path | str, column: str = "text") -> list[str]:
-    source = Files([str(path) for path in paths], column)
+    source = Files(find_files([str(path) for path in paths], "data.path", print), column)
     found = ["".join(document.parts) for document in source.documents()]
-    assert source.position == source.size
+    assert source.share() == (1 if source.size else 0)
     return found
 
 
@@ -45,10 +47,6 @@ def put(path: Path, content: str | bytes) -> Path:
 def test_a_text_file_is_one_document_read_as_it_is(text, tmp_path):
     assert texts(put(tmp_path / "a.txt", text)) == [text]
     assert texts(put(tmp_path / "a.txt.gz", gzip.compress(text.encode()))) == [text]
-
-
-def test_an_empty_file_is_an_empty_document(tmp_path):
-    assert texts(put(tmp_path / "a.txt", "")) == [""]
 
 
 @pytest.mark.parametrize("before", [0, 10, BLOCK - 1, BLOCK, 3 * BLOCK + 5])
@@ -139,7 +137,9 @@ def test_a_folder_is_read_whole_in_the_order_of_its_names(tmp_path):
     put(tmp_path / "d.jsonl", '{"text": "row"}')
     put(tmp_path / "picture.png", b"\xff")
     assert texts(tmp_path) == ["a.md", "b.txt", "row", "test.txt", "validation/dev.txt", "z/c.txt"]
-    assert Files(str(tmp_path), "text").notice.endswith("1 x .png")
+    said: list[str] = []
+    open_source(DataConfig(path=str(tmp_path)), said.append)
+    assert said == [f"not read in {tmp_path}: 1 x .png"]
 
 
 def test_globs_and_lists_name_files_once(tmp_path):
@@ -164,52 +164,27 @@ def test_missing_and_empty_places_are_refused(tmp_path):
     with pytest.raises(ValueError, match="data.path=.* holds no .txt"):
         texts(tmp_path)
     with pytest.raises(ValueError, match="data.val_path=.*gone does not exist"):
-        Files(str(put(tmp_path / "a.txt", "a")), "text", str(tmp_path / "gone"))
-
-
-def test_reading_goes_on_after_any_document(tmp_path):
-    put(tmp_path / "a.txt", "one")
-    put(tmp_path / "b.jsonl", '{"text": "two"}\n{"text": "three"}')
-    put(tmp_path / "c.txt", "four")
-    source = Files(str(tmp_path), "text")
-    for number, document in enumerate(source.documents(), 1):
-        rest = ["".join(later.parts) for later in source.documents(document.after)]
-        assert rest == ["one", "two", "three", "four"][number:]
-
-
-def test_the_identity_is_the_content_and_nothing_else(tmp_path):
-    path = put(tmp_path / "a.txt", "text one")
-    before, times = Files(str(path), "text").identity, (path.stat().st_atime_ns, path.stat().st_mtime_ns)
-    assert Files(str(put(tmp_path / "other.txt", "text one")), "text").identity == before
-    put(path, "text two")
-    os.utime(path, ns=times)
-    assert Files(str(path), "text").identity != before
+        open_source(DataConfig(path=str(put(tmp_path / "a.txt", "a")), val_path=str(tmp_path / "gone")), print)
 
 
 def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path):
-    source = Files(str(put(tmp_path / "a.txt", "text")), "text")
-    source.check()
+    source = Files([put(tmp_path / "a.txt", "text")])
+    assert len(list(source.documents())) == 1
     put(tmp_path / "a.txt", "longer text")
     with pytest.raises(ValueError, match="a.txt changed while it was read"):
-        source.check()
+        list(source.documents())
 
 
 # The standard library
 
 
 def test_the_standard_library_is_modules_without_tests():
-    source = StandardLibrary()
+    source = open_source(DataConfig(), print)
     documents = ["".join(document.parts) for document in source.documents()]
-    assert 5e6 < sum(map(len, documents)) < 50e6
+    assert 5e6 < sum(map(len, documents)) < 50e6 and source.label == "stdlib"
     assert any('"""Random variable generators.' in text for text in documents)
     parts = {part for path in module_files() for part in path.parts}
     assert not parts & {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages"}
-
-
-def test_a_module_is_decoded_by_its_cookie_and_otherwise_kept(tmp_path):
-    path = put(tmp_path / "a.py", "# -*- coding: latin-1 -*-\r\nx = 'é'\r\n".encode("latin-1"))
-    assert read_module(path) == "# -*- coding: latin-1 -*-\r\nx = 'é'\r\n"
-    assert read_module(put(tmp_path / "b.py", "x = 'é'\n")) == "x = 'é'\n"
 
 
 # Settings

@@ -16,11 +16,11 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 import data.tokenizer
 from data.foreign_tokenizer import ForeignTokenizer
-from data.stdlib import StandardLibrary
+from data.stdlib import module_files
 from data.text_stream import TextStream
 from data.tokenizer import BPE_PATTERN, TiktokenTokenizer, TokenizerConfig, build_tokenizer, load_tokenizer, pieces
 
-TEXTS = [text for text in StandardLibrary().texts if text][:40]
+TEXTS = [text for path in module_files()[:50] if (text := path.read_text())][:40]
 BYTES = build_tokenizer(TokenizerConfig("bytes"), list)
 BPE = build_tokenizer(TokenizerConfig("bpe", 1000), lambda: TEXTS)
 OURS = [BYTES, BPE]
@@ -298,6 +298,13 @@ def test_the_end_of_text_comes_from_whichever_file_names_it(tmp_path):
     assert load_tokenizer(tmp_path / "saved").end_of_text == 1
     assert byte_level(tmp_path, eos_token="<|end|>").end_of_text == 0
     assert byte_level(tmp_path, eos_token="<|end|>").ends == [0, 1]  # all that end the text of a chat model
+
+
+def test_a_chat_template_is_kept(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}\n")
+    byte_level(tmp_path, eos_token="<|end|>").save(tmp_path / "saved")
+    load_tokenizer(tmp_path / "saved").save(tmp_path / "again")
+    assert (tmp_path / "again" / "chat_template.jinja").read_text() == "{{ messages }}\n"
 
 
 def test_a_foreign_tokenizer_without_an_end_of_text_is_refused(tmp_path):
