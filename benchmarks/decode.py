@@ -115,8 +115,10 @@ def main(shapes: list[str]) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             for batch in (1, 8):
                 rows.append(measure(SHAPES[shape], dtype, batch, bandwidth))
-                print(shape, json.dumps({key: value for key, value in rows[-1].items() if key not in ("seconds", "prefill")}))
-        print(store(f"decode-{shape}", rows, {"read bandwidth, GB/s": round(bandwidth / 1e9, 1)}), flush=True)
+                path = store(f"decode-{shape}", rows, {"read bandwidth, GB/s": round(bandwidth / 1e9, 1)})
+                told = {key: value for key, value in rows[-1].items() if key not in ("seconds", "prefill")}
+                print(shape, json.dumps(told), flush=True)
+        print(path)
 
 
 if __name__ == "__main__":
