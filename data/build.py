@@ -129,7 +129,8 @@ class Builder:
             # Most tokens have a character or more, so little is read beyond the limit.
             while (room := (limit or 1 << 62) - written()) > 0 and (batch := take(stream, min(BATCH, room))):
                 self._write(batch, room)
-                bar.total = limit or written() / (source.share() or 1)
+                share = source.share()
+                bar.total = limit or (share and written() / share)
                 bar.update(written() - bar.n)
                 self._save()
         self._save(after=(None, 0), done=[*self.progress["done"], split])

@@ -82,7 +82,7 @@ ODD_TEXTS = {
     "byte order mark": "\ufeffstart\n",
     "separators": "a\u2029b\u2028c\x0cd\x85\n\0",
     "blank": "\n\n \n\n",
-    "long line": "word " * 60_000 + "é" * 300_000 + " " * 200_000 + "x",
+    "long line": "word " * 30_000 + "é" * 140_000 + " " * 140_000 + "x",
     "two bytes": "ab",
 }
 
@@ -115,10 +115,9 @@ def test_no_document_is_lost_glued_or_invented(texts, tmp_path_factory):
 
 def test_ids_do_not_depend_on_the_number_of_threads(tmp_path):
     notes(tmp_path / "notes", 30)
-    put(tmp_path / "notes" / "big.txt", ENGLISH * 3)
-    corpora = [Prepared(tmp_path / f"{threads}")(tmp_path / "notes", "bpe", threads=threads) for threads in (1, 2, 99)]
-    assert ids(corpora[0].train) == ids(corpora[1].train) == ids(corpora[2].train)
-    assert ids(corpora[0].val) == ids(corpora[1].val) == ids(corpora[2].val)
+    put(tmp_path / "notes" / "big.txt", ENGLISH)
+    one, many = (Prepared(tmp_path / f"{threads}")(tmp_path / "notes", "bpe", threads=threads) for threads in (1, 99))
+    assert ids(one.train) == ids(many.train) and ids(one.val) == ids(many.val)
 
 
 def test_many_ids_are_stored_in_four_bytes(prepared, tmp_path):
@@ -229,14 +228,15 @@ def test_an_empty_file_is_refused(prepared, tmp_path):
 @pytest.mark.parametrize("max_tokens", [1, 100, 5000])
 def test_max_tokens_are_what_is_prepared(tokenizer, max_tokens, prepared, tmp_path):
     notes(tmp_path / "notes", 50)
-    for path in (put(tmp_path / "a.txt", ENGLISH), tmp_path / "notes"):
+    text = ENGLISH[:20_000]
+    for path in (put(tmp_path / "a.txt", text), tmp_path / "notes"):
         total = prepared(path, tokenizer, context_length=-1)
         corpus = prepared(path, tokenizer, context_length=-1, max_tokens=max_tokens)
         whole = total.train.n_tokens + total.val.n_tokens
         assert corpus.train.n_tokens + corpus.val.n_tokens == min(max_tokens, whole)
         if path.is_file():
             stored = ids(corpus.train) + ids(corpus.val)
-            assert stored == [*corpus.tokenizer.encode(ENGLISH), corpus.tokenizer.end_of_text][:max_tokens]
+            assert stored == [*corpus.tokenizer.encode(text), corpus.tokenizer.end_of_text][:max_tokens]
 
 
 def test_a_document_cut_by_max_tokens_is_counted(prepared, tmp_path):
@@ -376,7 +376,7 @@ def test_processes_that_prepare_the_same_text_at_once_share_it(tmp_path):
 def test_an_interrupted_preparation_goes_on_where_it_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(data.build, "BATCH", 1000)
     notes(tmp_path / "notes", 400)
-    put(tmp_path / "notes" / "0100.txt", ENGLISH * 10)  # interrupted inside a document of several pieces, too
+    put(tmp_path / "notes" / "0100.txt", ENGLISH * 5)  # interrupted inside a document of several pieces, too
     whole = Prepared(tmp_path / "other")(tmp_path / "notes")
     prepared, written, inside = Prepared(tmp_path), [], False
     for _ in range(50):
@@ -385,7 +385,7 @@ def test_an_interrupted_preparation_goes_on_where_it_stopped(tmp_path, monkeypat
             break
         progress = json.loads(next((tmp_path / "cache").glob("*/progress.json")).read_text())
         written.append(sum(progress["n_tokens"].values()))
-        inside = inside or 200 < progress["after"][1] < 216
+        inside = inside or 200 < progress["after"][1] < 208
     corpus = prepared(tmp_path / "notes")
     assert len(written) > 2 and written == sorted(set(written)) and inside
     assert ids(corpus.train) == ids(whole.train) and ids(corpus.val) == ids(whole.val)

@@ -77,8 +77,8 @@ def test_a_batch_gives_the_ids_of_each_text(tokenizer):
 
 @pytest.mark.parametrize(
     "text",
-    ["^" * 1_000_000, "a" * 1_000_000, " " * 1_000_000, " " * 1_000_000 + "x", "\n" * 500_000 + "x",
-     "".join(np.random.default_rng(0).choice(list("abcdefghijklmnopqrstuvwxyz"), 2_000_000))],
+    ["^" * 400_000, "a" * 400_000, " " * 400_000, " " * 400_000 + "x", "\n" * 400_000 + "x",
+     "".join(np.random.default_rng(0).choice(list("abcdefghijklmnopqrstuvwxyz"), 400_000))],
     ids=["carets", "letters", "blanks", "blanks and a letter", "newlines", "no blank"],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["bytes", "bpe", "gpt2", "cl100k_base"])
@@ -88,7 +88,7 @@ def test_a_huge_run_is_encoded_quickly(name, text):
     tokenizer = {"bytes": BYTES, "bpe": BPE}.get(name) or build_tokenizer(TokenizerConfig(name), list)
     began = time.process_time()
     ids = tokenizer.encode(text)
-    assert time.process_time() - began < 8
+    assert time.process_time() - began < 3
     assert tokenizer.decode_bytes(ids) == text.encode()
 
 
