@@ -50,7 +50,7 @@ def attention_mask(position: Position, q_at: Tensor, k_at: Tensor) -> Tensor:
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMSNorm in its input's type, which autocast makes narrower than its weight's: else no fused kernel takes both."""
+    """RMSNorm in the type of its input, which autocast makes narrower than its weight: no fused kernel takes both."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.weight is not None

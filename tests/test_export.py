@@ -216,6 +216,15 @@ def test_a_foreign_tokenizer_keeps_its_special_tokens(bpe, tmp_path):
     assert theirs("a<|begin|>")["input_ids"] == [*bpe.encode("a"), 401]
 
 
+def test_a_chat_model_keeps_all_that_ends_a_text(bpe, tmp_path):
+    export(save(random_model(), bpe, tmp_path / "ours"), tmp_path / "theirs")
+    path = tmp_path / "theirs" / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [bpe.end_of_text, 7]}))
+    export(tmp_path / "theirs", tmp_path / "out")
+    theirs = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert theirs.eos_token_id == [bpe.end_of_text, 7]
+
+
 PATTERNS = {  # those of GPT-2, GPT-4 and GPT-4o
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
     "cl100k_base": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"

@@ -126,10 +126,11 @@ def test_a_busy_hub_is_asked_again_for_seconds_and_then_the_cache_answers(models
     assert other["owner/whole"].endswith(f"not in the hub's cache, and {hub.url} is busy (it answers 503): try again later")
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_busy_half_way_is_given_up_within_half_a_minute(models, tmp_path):
     with serve(Hub(models, failing={f"/owner/whole/resolve/{COMMIT}/model.safetensors": 1000})) as hub:
         started = time.monotonic()
         error = fetch(hub, tmp_path, "owner/whole")["owner/whole"]
         print(f"{time.monotonic() - started:.1f} s: {error}")
     assert time.monotonic() - started < 40  # with the start of the process
-    assert isinstance(error, str) and "\n" not in error and "503" in error
+    assert error.endswith(f"{hub.url} broke off: try again later")

@@ -83,7 +83,7 @@ def to_theirs(model: Transformer, config: ModelConfig, family: str) -> dict[str,
     return {name: view.contiguous() for name, view in as_theirs(ours, config, family).items()}
 
 
-def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+def special_ids(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
     """Text begins after end-of-text here; a foreign tokenizer may have a token of its own for that, and for padding."""
     ids = dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.end_of_text)
     if isinstance(tokenizer, ForeignTokenizer):
@@ -92,7 +92,8 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
             spelled = token["content"] if isinstance(token, dict) else token
             found = tokenizer.tokenizer.token_to_id(spelled) if spelled else None
             ids[name] = ids[name] if found is None else found
-    return {f"{name}_id": token for name, token in ids.items()}
+    ends = {"eos_token_id": tokenizer.ends} if len(tokenizer.ends) > 1 else {}
+    return {f"{name}_id": token for name, token in ids.items()} | ends
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
