@@ -64,10 +64,8 @@ def test_text_ends_at_end_of_text_without_it():
 
 
 def test_text_ends_at_any_of_the_tokenizers_ends():
-    class Chat(TiktokenTokenizer):
-        ends = [256, ord("f")]
-
-    tokenizer = Chat("bytes", BYTES.pattern, BYTES.ranks, BYTES.special)
+    tokenizer = TiktokenTokenizer("bytes", BYTES.pattern, BYTES.ranks, BYTES.special)
+    tokenizer.ends = [256, ord("f")]
     assert complete(successor_model(b"abcdefgh"), tokenizer, ["a", "g"], 20, sampling=GREEDY) == ["bcde", "habcde"]
 
 
@@ -108,10 +106,8 @@ def test_text_that_spells_a_special_token_is_text_unless_special():
 
 
 def test_what_the_tokenizers_makers_put_before_every_text_comes_once():
-    class Prefixed(TiktokenTokenizer):
-        prefix = [256]
-
-    tokenizer = Prefixed("bytes", BYTES.pattern, BYTES.ranks, BYTES.special)
+    tokenizer = TiktokenTokenizer("bytes", BYTES.pattern, BYTES.ranks, BYTES.special)
+    tokenizer.prefix = [256]
     assert prompt_ids(tokenizer, "a") == [256, 97]
     assert prompt_ids(tokenizer, "") == [256]
     assert prompt_ids(tokenizer, "<|endoftext|>a", special=True) == [256, 97]
