@@ -111,9 +111,9 @@ def test_rewritten_products_are_the_same(position, layout, rows):
 def test_products_lose_nothing(dtype):
     """Summed in float32 at least: off by no more than the rounding of the result."""
     draw = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(shape, generator=draw).to(dtype) for shape in ((1, 1, 500), (30, 500), (30,)))
+    x, weight, bias = (torch.randn(shape, generator=draw).to(dtype) for shape in ((1, 1, 500), (300, 500), (300,)))
     exact = F.linear(x.double(), weight.double(), bias.double())
-    torch.testing.assert_close(matrix_vector(x, weight, bias), exact.to(dtype))
+    torch.testing.assert_close(matrix_vector(x, weight, bias).double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-4)
 
 
 def test_no_compiler_is_told_and_decoding_goes_on_without(monkeypatch, tmp_path):
