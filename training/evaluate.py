@@ -61,8 +61,7 @@ def share_of(windows: Windows, count: int, batch_size: int, ranks: Ranks) -> Ite
 
 def sample(model: Transformer, tokenizer: Tokenizer, prompt: str, n_tokens: int = 100) -> str:
     """The prompt and how the model goes on: always the same, for the same model."""
-    ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
-    sampling = Sampling(temperature=0.8, top_k=50)
-    stop_ids = [tokenizer.end_of_text]
-    new = generate(model, [ids], n_tokens, sampling=sampling, n_vocab=tokenizer.n_vocab, stop_ids=stop_ids)[0]
-    return prompt + tokenizer.decode([token for token in new if token != tokenizer.end_of_text])
+    ids = [*tokenizer.prefix, *tokenizer.encode(prompt)] or [tokenizer.end_of_text]
+    options = {"sampling": Sampling(temperature=0.8, top_k=50), "n_vocab": tokenizer.n_vocab, "stop_ids": tokenizer.ends}
+    new = generate(model, [ids], n_tokens, **options)[0]
+    return prompt + tokenizer.decode([token for token in new if token not in tokenizer.ends])

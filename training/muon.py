@@ -50,14 +50,27 @@ class MuonWithAdamW(torch.optim.Optimizer):
 def orthogonalise(m: Tensor, steps: int = 5) -> Tensor:
     """(n, rows, columns) -> nearly U V^T of each matrix's U S V^T, by an odd polynomial that drives all singular values
     towards 1 (Newton-Schulz; the coefficients are Jordan's, which trade exactness for speed: values end within 0.7 to 1.2).
-    In bfloat16 where that is fast (CUDA), in float32 elsewhere."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = m.to(torch.bfloat16 if m.is_cuda else torch.float32)
-    wide = x.size(-2) <= x.size(-1)
-    if not wide:
-        x = x.mT
+
+    x <- p(x x^T) x is taken on the smaller side: p and x x^T commute, so that x x^T <- p x x^T p, and only the product of all p
+    meets x. In bfloat16, which is fast on CUDA, products of products lose too much: there each p meets x at once.
+    """
+    wide = m.size(-2) <= m.size(-1)
+    x = (m if wide else m.mT).to(torch.bfloat16 if m.is_cuda else torch.float32)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(steps):
+    together = 1 if m.is_cuda else steps
+    for _ in range(steps // together):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        product = p = polynomial(gram)
+        for _ in range(together - 1):
+            gram = p @ gram @ p
+            p = polynomial(gram)
+            product = p @ product
+        x = product @ x
     return x if wide else x.mT
+
+
+def polynomial(gram: Tensor) -> Tensor:
+    a, b, c = 3.4445, -4.7750, 2.0315
+    p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    p.diagonal(dim1=-2, dim2=-1).add_(a)
+    return p
