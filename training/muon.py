@@ -10,23 +10,23 @@ from training.ranks import part_like, whole
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for the groups marked `muon`, fused AdamW for the others.
+    """Muon for the groups that have a `momentum`, AdamW for the others.
 
     Matrices of equal shape are orthogonalised together in one batch, which on small models costs a fraction of one by one.
     Where each rank holds a part of a matrix, all orthogonalise the whole: a part cannot be made orthogonal on its own.
     """
 
-    def __init__(self, params: Any, *, momentum: float, betas: tuple[float, float], eps: float):
-        self.adamw = torch.optim.AdamW([torch.zeros(1)], betas=betas, eps=eps, fused=True)
-        super().__init__(params, {**self.adamw.defaults, "momentum": momentum, "muon": False})
+    def __init__(self, params: Any, **options: Any):
+        self.adamw = torch.optim.AdamW([torch.zeros(1)], **options)
+        super().__init__(params, self.adamw.defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        self.adamw.param_groups = [group for group in self.param_groups if not group["muon"]]
+        self.adamw.param_groups = [group for group in self.param_groups if "momentum" not in group]
         self.adamw.state = self.state  # one state, so that one state_dict holds both
         self.adamw.step()
         for group in self.param_groups:
-            if group["muon"]:
+            if "momentum" in group:
                 self.step_matrices(group)
 
     def step_matrices(self, group: dict[str, Any]) -> None:
@@ -38,8 +38,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
             updates = []
             for p in weights:
                 assert p.grad is not None
-                buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                buffer.lerp_(p.grad, 1 - group["momentum"])
+                if "momentum" not in self.state[p]:
+                    self.state[p]["momentum"] = torch.zeros_like(p)
+                buffer = self.state[p]["momentum"].lerp_(p.grad, 1 - group["momentum"])
                 updates.append(whole(p.grad.lerp(buffer, group["momentum"])))  # Nesterov's look-ahead
             scale = max(1.0, shape[0] / shape[1]) ** 0.5
             for p, update in zip(weights, orthogonalise(torch.stack(updates)), strict=True):
