@@ -167,7 +167,8 @@ def main() -> None:
     ranks.stop()
     if len(jobs) > 1 and ranks.main:
         print(sweep_table(outcomes))
-    sys.exit(int(any(outcome.error for outcome in outcomes)))
+    if any(outcome.error for outcome in outcomes):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

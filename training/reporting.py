@@ -184,12 +184,13 @@ def start_wandb(config: WandbConfig, folder: RunFolder, progress: Progress, sett
     import wandb  # heavy, and optional
 
     progress.wandb_id = progress.wandb_id or secrets.token_hex(4)
-    quiet: dict[str, Any] = {"silent": True, "console": "off", "x_disable_stats": True, "x_disable_meta": True, "init_timeout": 20}
+    quiet: dict[str, Any] = dict.fromkeys(("silent", "x_disable_stats", "x_disable_meta", "disable_git", "disable_code"), True)
     options: dict[str, Any] = {"dir": folder.path, "project": config.project, "name": config.name or folder.path.name}
-    options |= {"id": progress.wandb_id, "resume": "allow", "allow_val_change": True, "config": settings}
-    options["settings"] = wandb.Settings(**quiet, disable_git=True, disable_code=True)
+    options |= {"mode": config.mode or ("online" if logged_in() else "offline"), "id": progress.wandb_id, "resume": "allow"}
+    options |= {"allow_val_change": True, "config": settings}
+    options["settings"] = wandb.Settings(**quiet, console="off", init_timeout=20)
     try:
-        return wandb.init(mode=config.mode or ("online" if logged_in() else "offline"), **options)
+        return wandb.init(**options)
     except (wandb.errors.CommError, wandb.errors.UsageError) as error:
         reason = " ".join(str(error).split())[:100]
         if config.mode is not None:
@@ -197,7 +198,7 @@ def start_wandb(config: WandbConfig, folder: RunFolder, progress: Progress, sett
             raise ValueError(f"wandb.mode={config.mode} failed ({reason}): {remedy}") from None
         warnings.warn(f"wandb cannot be reached ({reason}): logging offline, `wandb sync` sends it later", stacklevel=2)
         wandb.teardown()  # its service holds the run's id
-        return wandb.init(mode="offline", **options)
+        return wandb.init(**options | {"mode": "offline"})
 
 
 def installed() -> bool:
