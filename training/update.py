@@ -41,8 +41,9 @@ def accumulate(
     batch was split. `seed` is (run's seed, step): with the rank and the micro-batch it decides dropout, and nothing else does.
     """
     total = torch.zeros((), device=micro_batches[0][0].device)
+    draw = torch.default_generator if precision.device.type == "cpu" else torch  # the latter looks for GPUs, each time
     for i, (tokens, targets) in enumerate(micro_batches):
-        torch.manual_seed(int(np.random.SeedSequence((*seed, ranks.rank, i)).generate_state(1, np.uint64)[0]))
+        draw.manual_seed(int(np.random.SeedSequence((*seed, ranks.rank, i)).generate_state(1, np.uint64)[0]))
         with ranks.exchanging(objective, last=i == len(micro_batches) - 1):
             with precision.autocast():
                 loss_sum, _ = objective(tokens, targets)
