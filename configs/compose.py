@@ -1,15 +1,23 @@
-"""From what Hydra composed, and what the user typed, to one checked TrainConfig. Nothing else knows Hydra."""
+"""From what the user typed to checked TrainConfigs. Nothing else knows Hydra."""
 
+import os
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from configs.schema import GROUPS, TrainConfig
+from configs.schema import GROUPS, TrainConfig, register
 from data.tokenizer import Tokenizer, TokenizerConfig
 from model import ModelConfig
 
@@ -17,14 +25,59 @@ LIVE = ("resume", "overwrite", "dry_run", "plan_ranks", "eval_only")  # about th
 OPEN = ("model.dropout", "model.context_length")  # what may be set of a model that comes from a file
 
 
-def to_config(composed: DictConfig, model_of: Callable[[str], ModelConfig]) -> TrainConfig:
+@dataclass
+class Job:
+    """A run, as Hydra composed it."""
+
+    composed: DictConfig
+    overrides: tuple[str, ...]  # as they were typed
+    number: int | None = None  # in a sweep
+
+
+@contextmanager
+def in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(explain(error)) from error
+
+
+@in_one_line()
+def jobs() -> list[Job]:
+    """What the command line asks for: a run, those of a sweep, or none (--help)."""
+    found: list[Job] = []
+
+    def take(composed: DictConfig) -> None:
+        command = HydraConfig.get()
+        number = command.job.num if command.mode == RunMode.MULTIRUN else None
+        found.append(Job(composed, tuple(command.overrides.task), number))
+
+    register()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise here, rather than print a traceback and a hint
+    warnings.filterwarnings("ignore", module="hydra")
+    with TemporaryDirectory() as scratch:  # the sweeper writes a multirun.yaml, whatever it is told
+        OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
+        hydra.main(version_base=None, config_path=str(Path(__file__).parent), config_name="train")(take)()
+    return found
+
+
+def explain(error: Exception) -> str:
+    """What Hydra or OmegaConf says, in one line, without what does not hold here or means nothing to a user."""
+    text = ": ".join(" ".join(str(part).rstrip(".").split()) for part in (error, error.__cause__) if part)
+    noise = r"\. To append to your config use [^:]*| (reference|object)_type=\w+| full_key: \S+|Config search path:.*"
+    text = re.sub(noise, "", text)
+    return text.strip() + (" (python train.py --help lists the keys)" if "Could not override" in text else "")
+
+
+@in_one_line()
+def to_config(job: Job, model_of: Callable[[str], ModelConfig]) -> TrainConfig:
     """Raises ValueError for impossible values. `model_of` tells the architecture of what init_from names."""
-    hydra = HydraConfig.get()
-    if added := [override for override in hydra.overrides.task if override.startswith(("+", "~"))]:
-        raise ValueError(f"{added[0]}: keys are neither added nor removed, they are set: drop the {added[0][0]}")
-    typed = [override.split("=")[0] for override in hydra.overrides.task]
-    if hydra.mode == RunMode.MULTIRUN and composed.run_dir:
-        composed.run_dir = f"{composed.run_dir}/{hydra.job.num}"
+    composed, typed = job.composed, [override.split("=")[0] for override in job.overrides]
+    for override in job.overrides:
+        if override.startswith(("+", "~")):
+            raise ValueError(f"{override}: keys are neither added nor removed, they are set: drop the {override[0]}")
+    if job.number is not None and composed.run_dir:
+        composed.run_dir = f"{composed.run_dir}/{job.number}"
     if composed.resume not in (None, "auto"):
         for key in set(typed) & {"experiment", "init_from", "run_dir", "overwrite"}:
             raise ValueError(f"{key} cannot be set with resume={composed.resume}: the run goes on as it is, where it is")
@@ -37,41 +90,17 @@ def to_config(composed: DictConfig, model_of: Callable[[str], ModelConfig]) -> T
     return config
 
 
-def explain(error: Exception) -> str:
-    """What Hydra or OmegaConf says, in one line, without what does not hold here or means nothing to a user."""
-    text = ": ".join(" ".join(str(part).rstrip(".").split()) for part in (error, error.__cause__) if part)
-    noise = r"\. To append to your config use [^:]*| (reference|object)_type=\w+| full_key: \S+|Config search path:.*"
-    text = re.sub(noise, "", text)
-    return text.strip() + (" (python train.py --help lists the keys)" if "Could not override" in text else "")
-
-
-def sweep_overrides() -> list[str] | None:
-    """What sets this job of a sweep apart; None outside of one."""
-    hydra = HydraConfig.get()
-    return list(hydra.overrides.task) if hydra.mode == RunMode.MULTIRUN else None
-
-
 def with_model_of(composed: DictConfig, typed: list[str], model_of: Callable[[str], ModelConfig]) -> DictConfig:
     """init_from brings its model and its tokenizer."""
     for key in typed:
         if key.split(".")[0] in ("model", "tokenizer") and key not in OPEN:
             raise ValueError(f"{key} cannot be set: init_from={composed.init_from} brings its own {key.split('.')[0]}")
-    chosen = {key: OmegaConf.select(composed, key) for key in typed if key in OPEN}
-    composed.model = OmegaConf.structured(model_of(composed.init_from))
+    model = OmegaConf.structured(model_of(composed.init_from))
+    for key in set(typed) & set(OPEN):
+        model[key.removeprefix("model.")] = OmegaConf.select(composed, key)
+    composed.model = model
     composed.tokenizer = OmegaConf.structured(TokenizerConfig)  # stands for nothing here
-    for key, value in chosen.items():
-        OmegaConf.update(composed, key, value)
     return composed
-
-
-def run_of(path: str) -> Path:
-    """The run that a run, its `checkpoints` folder or one of its checkpoints belongs to."""
-    if not Path(path).exists():
-        raise ValueError(f"resume={path} does not exist: give a folder that an earlier `python train.py` made")
-    for folder in (Path(path), *list(Path(path).absolute().parents)[:2]):
-        if (folder / "config.yaml").exists():
-            return folder
-    raise ValueError(f"resume={path} is no run (it has no config.yaml): give a folder that `python train.py` made")
 
 
 def resumed(composed: DictConfig, typed: list[str]) -> DictConfig:
@@ -87,18 +116,26 @@ def resumed(composed: DictConfig, typed: list[str]) -> DictConfig:
     saved = read(run / "config.yaml")
     wanted = composed.copy() if auto else saved.copy()
     for key in () if auto else typed:
-        if key in GROUPS:
-            wanted[key] = composed[key]
-        elif not key.startswith("hydra"):
-            OmegaConf.update(wanted, key, OmegaConf.select(composed, key))
+        OmegaConf.update(wanted, key, OmegaConf.select(composed, key), merge=False)
     if wanted.model.vocab_size is None:
         wanted.model.vocab_size = saved.model.vocab_size
     changed = differences(saved, wanted)
-    fixed = [line for key, line in changed.items() if key.startswith(("model.", "tokenizer.", "optimizer.name"))]
-    if fixed := [line for line in fixed if not line.startswith("model.dropout")]:
-        raise ValueError(f"resume={run} keeps what it was trained with ({'; '.join(fixed)}): drop these, or start a new run")
+    fixed = [key for key in changed if key.startswith(("model.", "tokenizer.", "optimizer.name")) and key != "model.dropout"]
+    if fixed:
+        kept = "; ".join(changed[key] for key in fixed)
+        raise ValueError(f"resume={run} keeps what it was trained with ({kept}): drop these, or start a new run")
     wanted.resume, wanted.run_dir, wanted.overwrite = str(run) if auto else composed.resume, str(run), False
     return wanted
+
+
+def run_of(path: str) -> Path:
+    """The run that a run, its `checkpoints` folder or one of its checkpoints belongs to."""
+    if not Path(path).exists():
+        raise ValueError(f"resume={path} does not exist: give a folder that an earlier `python train.py` made")
+    for folder in (Path(path), *list(Path(path).absolute().parents)[:2]):
+        if (folder / "config.yaml").exists():
+            return folder
+    raise ValueError(f"resume={path} is no run (it has no config.yaml): give a folder that `python train.py` made")
 
 
 def read(path: Path) -> DictConfig:
@@ -110,23 +147,6 @@ def read(path: Path) -> DictConfig:
     return saved
 
 
-def differences(before: DictConfig, after: DictConfig) -> dict[str, str]:
-    """Key -> "key: old -> new" of all that differs and is about the run itself."""
-    was, now = flat(before), flat(after)
-    return {key: f"{key}: {was.get(key)} -> {now[key]}" for key in now if now[key] != was.get(key)}
-
-
-def flat(config: DictConfig) -> dict[str, Any]:
-    values: Any = OmegaConf.to_container(config)
-    inside = {f"{group}.{key}": value for group in GROUPS for key, value in values[group].items()}
-    return inside | {key: value for key, value in values.items() if key not in (*GROUPS, *LIVE, "run_dir")}
-
-
-def changes(path: Path, config: TrainConfig) -> list[str]:
-    """What `config` changes of the run whose config.yaml is at `path`."""
-    return list(differences(read(path), OmegaConf.structured(config)).values())
-
-
 def to_yaml(config: TrainConfig, tokenizer: Tokenizer) -> str:
     """What config.yaml holds: every key, resolved, without those that say what to do with an earlier run."""
     values = OmegaConf.structured(config)
@@ -135,3 +155,20 @@ def to_yaml(config: TrainConfig, tokenizer: Tokenizer) -> str:
     if config.init_from:
         values.tokenizer.name, values.tokenizer.vocab_size = tokenizer.name, tokenizer.n_vocab
     return OmegaConf.to_yaml(values)
+
+
+def changes(path: Path, config: TrainConfig) -> list[str]:
+    """What `config` changes of the run whose config.yaml is at `path`."""
+    return list(differences(read(path), OmegaConf.structured(config)).values())
+
+
+def differences(before: DictConfig, after: DictConfig) -> dict[str, str]:
+    """Key -> "key: old -> new" of all that differs and is about the run itself."""
+    was, now = flat(before), flat(after)
+    return {key: f"{key}: {was.get(key)} -> {value}" for key, value in now.items() if value != was.get(key)}
+
+
+def flat(config: DictConfig) -> dict[str, Any]:
+    values: Any = OmegaConf.to_container(config)
+    inside = {f"{group}.{key}": value for group in GROUPS for key, value in values[group].items()}
+    return inside | {key: value for key, value in values.items() if key not in (*GROUPS, *LIVE, "run_dir")}

@@ -1,6 +1,6 @@
 """The typed configuration: what each key is called, what it may hold, what it is when nobody says."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 
 from hydra.core.config_store import ConfigStore
 
@@ -11,10 +11,6 @@ from training.device import DEVICES, DTYPES
 from training.optimizer import OptimizerConfig
 from training.reporting import WandbConfig
 from training.schedule import ScheduleConfig
-
-PARALLEL = ("ddp", "fsdp")
-COUNTS: tuple[str, ...] = ("steps", "batch_size", "micro_batch_size", "keep_checkpoints", "eval_windows", "plan_ranks")
-COUNTS += tuple(f"{what}_every" for what in ("log", "eval", "save", "sample"))
 
 
 @dataclass(kw_only=True)
@@ -53,24 +49,21 @@ class TrainConfig:
     checkpoint_activations: bool = False  # keep only the blocks' inputs for the backward pass, compute the rest again
 
     def __post_init__(self) -> None:
-        for name in COUNTS:
+        for name in (f.name for f in fields(self) if f.type in (int, int | None) and f.name != "seed"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         if not 0 <= self.seed < 1 << 32:
             raise ValueError(f"seed={self.seed} must be at least 0 and below 2^32")
-        for name, value, known in (
-            ("dtype", self.dtype, ("auto", *DTYPES)),
-            ("device", self.device.split(":")[0], DEVICES),
-            ("parallel", self.parallel, PARALLEL),
-        ):
-            if value not in known:
-                raise ValueError(f"{name}={getattr(self, name)} is not one of {', '.join(known)}")
+        known = {"dtype": ("auto", *DTYPES), "device": DEVICES, "parallel": ("ddp", "fsdp")}
+        for name, values in known.items():
+            if getattr(self, name).split(":")[0] not in values:  # cuda:1 is a cuda
+                raise ValueError(f"{name}={getattr(self, name)} is not one of {', '.join(values)}")
         if self.eval_only and not (self.resume or self.init_from):
             raise ValueError("eval_only=true needs a model: resume=<run or checkpoint>, or init_from=<any model>")
 
 
-GROUPS = tuple(f.name for f in fields(TrainConfig) if f.name in ("model", "data", "tokenizer", "optimizer", "schedule", "wandb"))
+GROUPS = tuple(f.name for f in fields(TrainConfig) if is_dataclass(f.type))
 
 
 def register() -> None:

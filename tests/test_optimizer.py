@@ -70,6 +70,21 @@ def test_orthogonalise_keeps_the_directions_and_levels_the_singular_values(shape
     assert (mixed - torch.diag_embed(values)).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("shape", [(2, 128, 48), (2, 32, 96)])
+@pytest.mark.parametrize("floor", [0.0, 1e-2])
+def test_orthogonalise_follows_its_polynomial_where_the_matrix_has_nearly_no_rank(shape, floor):
+    """In float32, against the steps one by one in float64."""
+    m = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    u, _, vh = torch.linalg.svd(m, full_matrices=False)
+    values = torch.logspace(0, -7, u.size(-1), dtype=torch.float64)
+    x = m = u * torch.where(values > floor, values, 0.0) @ vh
+    x = x / x.norm(dim=(-2, -1), keepdim=True)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+    assert (orthogonalise(m.float()) - x).norm() < 1e-3 * x.norm()
+
+
 def test_a_batch_of_equal_shapes_is_orthogonalised_as_one_by_one():
     m = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(orthogonalise(m), torch.cat([orthogonalise(one[None]) for one in m]))

@@ -8,17 +8,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import BYTES, successor_model
 from tiny_runs import command, configured, contents, differing, finished, metrics, state, tiny, trained
 
 from data.batches import Windows
 from data.prepare import prepare
 from data.source import DataConfig
+from data.tokenizer import TiktokenTokenizer
 from training.device import choose_device, choose_dtype, fast_bfloat16, out_of_memory
-from training.evaluate import evaluate
+from training.evaluate import evaluate, sample
 from training.objective import NextTokenLoss
 from training.ranks import Ranks
 from weights import load
 from weights.export import export
+
+
+class Prefixed(TiktokenTokenizer):
+    """Bytes, and an "a" before every text."""
+
+    prefix = [ord("a")]
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +170,8 @@ def test_bfloat16_learns_alike(folder, tmp_path):
     assert state(tmp_path / "bfloat16")["model embed.weight"].dtype == torch.float32
 
 
-def test_a_sweep_gives_each_run_its_folder_and_ends_with_a_table(folder, tmp_path):
+def test_a_sweep_gives_each_run_its_folder_and_ends_with_a_table(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     swept = command("-m", *tiny(folder, f"run_dir={tmp_path}/sweep", "optimizer.lr=1e-4,1e-2,-1"))
     assert swept.status == 1  # of one job, which did not keep the others from running
     assert "error: optimizer.lr=-1.0 must be above 0" in swept.err
@@ -173,6 +182,14 @@ def test_a_sweep_gives_each_run_its_folder_and_ends_with_a_table(folder, tmp_pat
     assert table[1].split() == [f"{best[1]:.4f}", f"{tmp_path}/sweep/1", "optimizer.lr=0.01"]
     assert table[2].split() == [f"{best[0]:.4f}", f"{tmp_path}/sweep/0", "optimizer.lr=0.0001"]
     assert table[3].split() == ["failed", "optimizer.lr=-1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep"]  # nothing of Hydra's
+
+
+def test_a_sample_begins_as_the_tokenizers_makers_want():
+    tokenizer = Prefixed("bytes", BYTES.pattern, BYTES.ranks, BYTES.special)
+    model = successor_model(b"abcdef", end=tokenizer.end_of_text)
+    assert sample(model, tokenizer, "") == "bcdef"
+    assert sample(model, tokenizer, "cd") == "cdef"
 
 
 def test_no_compiler_is_told_and_the_run_goes_on_without(folder, tmp_path, monkeypatch):
@@ -209,4 +226,4 @@ def test_a_compiled_run_goes_on_as_if_it_had_never_stopped(folder, tmp_path):
 
 def test_the_loop_is_short():
     lines = (Path(__file__).parent.parent / "train.py").read_text().splitlines()
-    assert len(lines) < 240
+    assert len(lines) <= 175

@@ -13,8 +13,6 @@ from unittest.mock import patch
 import torch
 from hydra import compose as compose_with_hydra
 from hydra import initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import open_dict
 
 import train
 import weights
@@ -69,11 +67,8 @@ def configured(*arguments: str) -> TrainConfig:
     """What `python train.py ...` hands to `train`."""
     register()
     with initialize_config_dir(str(Path(train.__file__).parent / "configs"), version_base=None):
-        composed = compose_with_hydra("train", list(arguments), return_hydra_config=True)
-        HydraConfig.instance().set_config(composed)
-        with open_dict(composed):
-            composed.pop("hydra")
-        return compose.to_config(composed, weights.model_config)
+        composed = compose_with_hydra("train", list(arguments))
+    return compose.to_config(compose.Job(composed, arguments), weights.model_config)
 
 
 def write_text(folder: Path, words: int = 3000) -> Path:

@@ -2,14 +2,17 @@
 
 import ctypes
 import os
+import resource
 import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 DEVICES = ("auto", "cuda", "mps", "cpu")
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+REMEDY = "Lower micro_batch_size, model.context_length or the model's size"
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
@@ -41,21 +44,16 @@ def fast_bfloat16(device: torch.device) -> bool:
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
-def compute_alike(device: torch.device, compiled: bool) -> None:
+def set_up(device: torch.device, compiled: bool) -> None:
     """The same inputs give the same bits, as an exact resume needs: eager CPU code does that of its own accord, CUDA's fast
-    kernels and torch.compile's (embedding's backward, several threads) only when asked."""
+    kernels and torch.compile's (embedding's backward, several threads) only when asked. And glibc keeps what a step frees for the
+    next one: handing it back to the kernel and asking again costs a small model a tenth of its time in page faults."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(device.type == "cuda" or compiled, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def reuse_memory() -> None:
-    """Have glibc keep what a step frees for the next step: handing it back to the kernel and asking again costs a small model
-    on a CPU a tenth of its time in page faults."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def try_compiled(objective: nn.Module, step: nn.Module, batch: tuple[Tensor, Tensor], autocast: torch.autocast) -> str:
@@ -76,3 +74,25 @@ def try_compiled(objective: nn.Module, step: nn.Module, batch: tuple[Tensor, Ten
 def out_of_memory(error: BaseException) -> bool:
     """torch has a type for this on devices with a memory of their own; on a CPU, words."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes: allocated on the device, or resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process can still get (where the system tells)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    known = Path("/proc/meminfo")
+    return int(known.read_text().split("MemAvailable:")[1].split()[0]) * 1024 if known.exists() else 1 << 62
+
+
+def resident() -> int:
+    """Bytes of main memory that this process holds (where the system tells, else: held at most)."""
+    known = Path("/proc/self/statm")
+    pages = int(known.read_text().split()[1]) if known.exists() else 0
+    return pages * os.sysconf("SC_PAGE_SIZE") or peak_memory(torch.device("cpu"))

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from data.batches import Windows
+from data.batches import IGNORED, Windows
 from data.tokenizer import Tokenizer
 from model import Sampling, Transformer, generate
-from training.objective import IGNORED, NextTokenLoss
+from training.objective import NextTokenLoss
 from training.ranks import Ranks
 
 
@@ -27,24 +27,16 @@ class Evaluation:
 
 def evaluate(objective: NextTokenLoss, windows: Windows, batch_size: int, ranks: Ranks, limit: int | None = None) -> Evaluation:
     """Mean loss over the first `limit` windows (None: all), which do not overlap; the ranks share the work."""
-    device = next(objective.parameters()).device
-    count = len(windows) if limit is None else min(limit, len(windows))
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    n_targets = torch.zeros((), dtype=torch.long, device=device)
-    was_training = objective.training
+    device, was_training = next(objective.parameters()).device, objective.training
+    batches = share_of(windows, min(limit or len(windows), len(windows)), batch_size, ranks)
     objective.eval()
-    try:
-        with torch.no_grad():
-            for tokens, targets in share_of(windows, count, batch_size, ranks):
-                loss, n = objective(tokens.to(device), targets.to(device))
-                loss_sum += loss
-                n_targets += n
-    finally:
-        objective.train(was_training)
-    total, n = ranks.sum(loss_sum).item(), int(ranks.sum(n_targets).item())
+    with torch.no_grad():
+        sums = [torch.stack(objective(tokens.to(device), targets.to(device))) for tokens, targets in batches]
+    objective.train(was_training)
+    total, n = ranks.sum(torch.stack(sums).cpu().double().sum(0)).tolist()  # the losses, the targets
     loss = total / n
     n_bytes = windows.tokens.n_bytes * n / (windows.tokens.n_tokens - 1)
-    return Evaluation(loss, math.exp(min(loss, 700.0)), total / math.log(2) / n_bytes, n)
+    return Evaluation(loss, math.exp(min(loss, 700.0)), total / math.log(2) / n_bytes, int(n))
 
 
 def share_of(windows: Windows, count: int, batch_size: int, ranks: Ranks) -> Iterator[tuple[Tensor, Tensor]]:
@@ -61,8 +53,7 @@ def share_of(windows: Windows, count: int, batch_size: int, ranks: Ranks) -> Ite
 
 def sample(model: Transformer, tokenizer: Tokenizer, prompt: str, n_tokens: int = 100) -> str:
     """The prompt and how the model goes on: always the same, for the same model."""
-    ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
-    sampling = Sampling(temperature=0.8, top_k=50)
-    stop_ids = [tokenizer.end_of_text]
-    new = generate(model, [ids], n_tokens, sampling=sampling, n_vocab=tokenizer.n_vocab, stop_ids=stop_ids)[0]
-    return prompt + tokenizer.decode([token for token in new if token != tokenizer.end_of_text])
+    ids = [*tokenizer.prefix, *tokenizer.encode(prompt)] or [tokenizer.end_of_text]
+    options = {"sampling": Sampling(temperature=0.8, top_k=50), "n_vocab": tokenizer.n_vocab, "stop_ids": tokenizer.ends}
+    new = generate(model, [ids], n_tokens, **options)[0]
+    return prompt + tokenizer.decode([token for token in new if token not in tokenizer.ends])

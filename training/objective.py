@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from data.batches import IGNORED
 from model import Transformer
 
-IGNORED = -100  # a target that counts nowhere
 WHOLE = 1 << 25  # logits up to this many are held at once (128 MB in float32); beyond, the head runs over chunks of tokens
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,33 +43,19 @@ class OptimizerConfig:
 
 
 def make_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """One optimizer over all trained weights; each group remembers its peak learning rate for `set_learning_rate`."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups: dict[str, list[tuple[str, Tensor]]] = {"matrix": [], "table": [], "vector": []}
-    for name, p in named:
-        kind = "vector" if p.dim() < 2 else "matrix" if "blocks." in name else "table"
-        groups[kind].append((name, p))
-    decay = {"matrix": config.weight_decay, "table": config.weight_decay, "vector": 0.0}
-    muon = config.name == "muon"
-    params = [
-        {
-            "params": members,
-            "weight_decay": decay[kind],
-            "lr": config.lr if not muon or kind == "matrix" else config.adam_lr,
-            **({"muon": kind == "matrix"} if muon else {}),
-        }
-        for kind, members in groups.items()
-        if members
-    ]
-    betas = (config.beta1, config.beta2)
-    optimizer: torch.optim.Optimizer
-    if muon:
-        optimizer = MuonWithAdamW(params, momentum=config.momentum, betas=betas, eps=config.eps)
-    else:
-        optimizer = torch.optim.AdamW(params, betas=betas, eps=config.eps, fused=True)
-    for group in optimizer.param_groups:
-        group["peak_lr"] = group["lr"]
-    return optimizer
+    """One optimizer over all weights; each group remembers its peak learning rate for `set_learning_rate`."""
+    kinds: dict[str, list[Tensor]] = {"matrix": [], "table": [], "vector": []}
+    for name, p in model.named_parameters():
+        kinds["vector" if p.dim() < 2 else "matrix" if "blocks." in name else "table"].append(p)
+    groups: list[dict[str, Any]] = []
+    for kind, members in kinds.items():
+        muon = {"momentum": config.momentum} if config.name == "muon" and kind == "matrix" else {}
+        lr = config.adam_lr if config.name == "muon" and not muon else config.lr
+        decay = 0.0 if kind == "vector" else config.weight_decay
+        if members:
+            groups.append({"params": members, "lr": lr, "peak_lr": lr, "weight_decay": decay, **muon})
+    optimizer = MuonWithAdamW if config.name == "muon" else torch.optim.AdamW
+    return optimizer(groups, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, share: float) -> None:

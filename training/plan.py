@@ -4,7 +4,6 @@ Memory is counted, not modelled: two optimizer steps run on fake tensors, which 
 watched. So it costs seconds, whatever the size of the model. Time is measured, in a few real steps.
 """
 
-import os
 import statistics
 import time
 import weakref
@@ -21,16 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import ModelConfig, Transformer
-from training.batches import Batches
+from training.batches import Batch, Batches
+from training.device import REMEDY, free_memory, peak_memory, resident
 from training.flops import flops_per_token
 from training.objective import NextTokenLoss, recompute_blocks
 from training.optimizer import OptimizerConfig, clip_gradients, make_optimizer
 from training.ranks import Ranks
-from training.reporting import clock, peak_memory
+from training.reporting import clock
 from training.update import Precision, accumulate
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits")
-REMEDY = "Lower micro_batch_size, model.context_length or the model's size"
+PARTS = {"norm": "norms", "attention": "attention", "mlp": "mlp", "position": "positions", "head": "head", "": "embedding"}
 CHINCHILLA = 20  # tokens a parameter: about what a training budget is best spent on (Hoffmann et al. 2022)
 
 
@@ -38,21 +38,20 @@ CHINCHILLA = 20  # tokens a parameter: about what a training budget is best spen
 class Plan:
     parameters: dict[str, int]  # by part of the model
     memory: dict[str, int]  # bytes, by kind, at the moment when they are most
+    passing: int  # bytes: activations and logits, when they are most
     process: int  # bytes besides: what this process held before
+    free: int  # bytes that this device can still give
+    cache: int  # bytes a token and row of the KV cache, in float32
     tokens: int  # over the whole run
     epochs: float
     flops: float  # over the whole run
-    passing: int  # bytes: activations and logits, when they are most
-    cache: int  # bytes a token and row of the KV cache, in float32
-    free: int  # bytes that this device can still give
 
     @property
     def fits(self) -> bool:
         return sum(self.memory.values()) < self.free
 
     def __str__(self) -> str:
-        n = sum(self.parameters.values())
-        each = self.tokens / n
+        each = self.tokens / sum(self.parameters.values())
         return "\n".join(
             [
                 *rows("parameters", self.parameters, lambda count: f"{count:,}"),
@@ -81,13 +80,13 @@ def make_plan(
     batches: Batches,
     precision: Precision,
     recompute: bool,
-    steps: int,
+    steps: int = 1,
     weights: torch.dtype = torch.float32,
 ) -> Plan:
     """Memory is that of one device, whose weights have this dtype; the rest is that of all."""
-    shapes = FakeTensorMode()
-    with shapes, Allocations(config.vocab_size) as seen:
-        with torch.device(precision.device), default_dtype(weights):
+    process, free = resident(), free_memory(precision.device)
+    with FakeTensorMode(), Allocations(config.vocab_size) as seen:
+        with precision.device, default_dtype(weights):
             model = Transformer(config)
         seen.are("weights", model.parameters())
         for p in model.parameters():
@@ -102,14 +101,13 @@ def make_plan(
             seen.are("optimizer", tree_leaves(list(updates.state.values())))
     parameters = Counter[str]()
     for name, p in model.named_parameters():
-        parameters[part_of(name)] += p.numel()
+        inside = name.removeprefix("blocks.")
+        parameters[next(part for word, part in PARTS.items() if word in inside)] += p.numel()
     memory = {kind: seen.peak.get(kind, 0) for kind in KINDS}
     sequences = steps * batches.share * batches.ranks.world
-    tokens = sequences * config.context_length
+    tokens, epochs = sequences * config.context_length, sequences / len(batches.windows)
     cache = 2 * config.n_layers * config.kv_heads * config.head_width * 4
-    flops = tokens * flops_per_token(model)
-    epochs, free = sequences / len(batches.windows), available(precision.device)
-    return Plan(dict(parameters), memory, resident(), tokens, epochs, flops, seen.passing, cache, free)
+    return Plan(dict(parameters), memory, seen.passing, process, free, cache, tokens, epochs, tokens * flops_per_token(model))
 
 
 @contextmanager
@@ -123,17 +121,13 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def update(
-    objective: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    micro_batches: list[tuple[Tensor, Tensor]],
-    ranks: Ranks,
-    precision: Precision,
+    objective: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: list[Batch], ranks: Ranks, precision: Precision
 ) -> None:
     """What a training step does, as far as it costs."""
     accumulate(objective, micro_batches, 1, ranks=ranks, seed=(0, 0), precision=precision)
     clip_gradients(objective.parameters(), 1.0)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
 
 
 def timed(work: Callable[[], Any], ranks: Ranks, budget: float = 10.0) -> float:
@@ -148,18 +142,14 @@ def timed(work: Callable[[], Any], ranks: Ranks, budget: float = 10.0) -> float:
     return statistics.median(seconds)
 
 
-def prediction(steps: int, step: float, evaluations: int, evaluation: float, device: torch.device) -> str:
+def prediction(steps: int, step: float, eval_every: int, evaluation: float, device: torch.device) -> str:
     """The time that a run takes whose steps and evaluations take so many seconds, and the memory that they took just now."""
+    evaluations = -(-steps // eval_every)
     total = clock(steps * step + evaluations * evaluation)
     return (
         f"time          {total}: {steps:,} steps of {step:.3g} s, {evaluations:,} evaluations of {evaluation:.3g} s\n"
         f"measured      {mib(peak_memory(device))} at the peak, with what the allocator holds back"
     )
-
-
-def part_of(name: str) -> str:
-    kinds = {"norm": "norms", "attention": "attention", "mlp": "mlp", "position": "positions", "head": "head"}
-    return next((part for word, part in kinds.items() if word in name.removeprefix("blocks.")), "embedding")
 
 
 class Allocations(TorchDispatchMode):
@@ -194,24 +184,3 @@ class Allocations(TorchDispatchMode):
                 self.live[self.kinds[storage][0]] -= storage.nbytes()
                 self.live[kind] += storage.nbytes()
                 self.kinds[storage][0] = kind
-
-
-def available(device: torch.device) -> int:
-    """Bytes that this process can still get."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as file:
-            free = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
-        return free * 1024
-    except OSError:
-        return 1 << 62
-
-
-def resident() -> int:
-    """Bytes of main memory that this process holds (where the system tells)."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return peak_memory(torch.device("cpu"))

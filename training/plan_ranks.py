@@ -23,7 +23,7 @@ import torch
 from model import ModelConfig, Transformer
 from training.batches import Batches
 from training.optimizer import OptimizerConfig
-from training.plan import make_plan
+from training.plan import Plan, make_plan
 from training.update import Precision
 
 BUCKET = 25 << 20
@@ -73,18 +73,16 @@ def plan_ranks(
 
 
 def rank_plans(
-    config: ModelConfig, optimizer: OptimizerConfig, batches: Batches, precision: Precision, recompute: bool
+    plan: Plan, config: ModelConfig, optimizer: OptimizerConfig, batches: Batches, precision: Precision, recompute: bool
 ) -> dict[str, RankPlan]:
-    """The same with activations and optimizer state as they are counted on one device of this machine."""
+    """The same, with activations and optimizer state as they were counted for the `plan` of one device."""
     held = torch.bfloat16 if precision.dtype == torch.bfloat16 else torch.float32
-    ddp, fsdp = (
-        make_plan(config, optimizer, batches, precision, recompute, steps=1, weights=dtype) for dtype in (torch.float32, held)
-    )
+    sharded = make_plan(config, optimizer, batches, precision, recompute, weights=held)
     return plan_ranks(
         config,
         batches.ranks.world,
-        optimizer=ddp.memory["optimizer"],
-        activations={"ddp": ddp.passing, "fsdp": fsdp.passing},
+        optimizer=plan.memory["optimizer"],
+        activations={"ddp": plan.passing, "fsdp": sharded.passing},
         micro_batches=batches.share // batches.micro,
         gathered_bytes=held.itemsize,
     )

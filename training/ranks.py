@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from training.objective import NextTokenLoss
 
@@ -60,25 +61,22 @@ class Ranks:
 
     def main_first(self, make: Callable[[], T]) -> T:
         """What `make` returns, made on rank 0 before the others begin, so that they find what it has left on disk."""
-        self.turns += 1
         if self.store is None:
             return make()
-        done = f"turn {self.turns}"
+        self.turns += 1
         if not self.main:
-            self.store.wait([done], FOREVER)
-            return make()
+            self.store.wait([f"turn {self.turns}"], FOREVER)
         try:
             return make()
         finally:
-            self.store.set(done, "")  # after an error too: the others then meet it themselves
+            self.store.set(f"turn {self.turns}", "")  # after an error too: the others then meet it themselves
 
-    def agree(self, value: Any) -> Any:
+    def agree(self, value: T) -> T:
         """Rank 0's value, on every rank; none goes on before all have come here."""
-        box = [value]
+        values = [value] * self.world
         if self.world > 1:
-            dist.broadcast_object_list(box, device=torch.device("cpu"))
-            self.highest(0)
-        return box[0]
+            dist.all_gather_object(values, value)
+        return values[0]
 
     def sum(self, value: Tensor) -> Tensor:
         if self.world > 1:
@@ -117,13 +115,13 @@ class Ranks:
         return nullcontext()
 
     def gather(self, state: dict[str, Any]) -> dict[str, Any]:
-        """`state` with whole tensors in place of parts, on rank 0; every rank has to call this, the others get it empty."""
-        whole_state = {}
-        for key, value in state.items():
-            value = self.gather(value) if isinstance(value, dict) else whole(value)
-            if self.main:
-                whole_state[key] = value.cpu() if isinstance(value, Tensor) else value
-        return whole_state
+        """`state` with whole tensors in place of parts, on rank 0; every rank has to call this, the others get no values."""
+
+        def gathered(value: Any) -> Any:
+            value = whole(value)
+            return None if not self.main else value.cpu() if isinstance(value, Tensor) else value
+
+        return tree_map(gathered, state)
 
 
 # Tensors and modules in parts are told by what they can do: importing torch.distributed.tensor takes a second that one
@@ -154,11 +152,11 @@ def lost_a_rank(error: BaseException) -> bool:
 @contextmanager
 def callable_in_parts(objective: Any) -> Iterator[None]:
     """Lets a model's modules be called one by one, as generation does; every rank has to make the same calls."""
-    sharded = hasattr(objective, "unshard")
-    if sharded:
+    spread = hasattr(objective, "unshard")
+    if spread:
         objective.unshard()
     yield
-    if sharded:
+    if spread:
         objective.reshard()
 
 

@@ -2,20 +2,18 @@
 
 import importlib.util
 import os
-import resource
 import secrets
 import sys
 import time
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass
-from netrc import NetrcParseError, netrc
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from tqdm import tqdm
 
+from training.device import peak_memory
 from training.evaluate import Evaluation
 from training.results import draw_losses
 from training.run import Progress, RunFolder
@@ -60,11 +58,10 @@ class Report:
         self.first = self.since = progress.step  # of this process; of the current log line
         self.busy = 0.0  # training seconds since the last log line
         self.samples: list[list[Any]] = []
-        self.width = len(str(scale.steps))
         self.bar = tqdm(
             total=scale.steps,
             initial=progress.step,
-            disable=folder is None or not sys.stderr.isatty(),
+            disable=True if folder is None else None,  # None: on a terminal only
             dynamic_ncols=True,
             leave=False,
             bar_format="{n_fmt}/{total_fmt} |{bar}|{postfix} | {elapsed}<{remaining}",
@@ -80,6 +77,9 @@ class Report:
         passed, self.mark = now - self.mark, now
         self.seconds[what] += passed
         return passed
+
+    def at(self, progress: Progress) -> str:
+        return f"step {progress.step:>{len(str(self.scale.steps))}}/{self.scale.steps}"
 
     def say(self, text: str) -> None:
         if self.folder is not None:
@@ -98,7 +98,7 @@ class Report:
         self.bar.update()
         if log:
             left = (self.scale.steps - progress.step) * (self.mark - self.started) / (progress.step - self.first)
-            self.say(f"step {progress.step:>{self.width}}/{self.scale.steps} | {figures} | {clock(left)} left")
+            self.say(f"{self.at(progress)} | {figures} | {clock(left)} left")
             values = {"train/loss": loss, "train/lr": lr, "train/grad_norm": norm}
             self.row(progress, values | {"time/tokens_per_second": speed, "time/peak_share": share, "time/memory_gib": gib})
             self.since, self.busy = progress.step, 0.0
@@ -106,7 +106,7 @@ class Report:
 
     def evaluation(self, progress: Progress, found: Evaluation, best: bool) -> None:
         self.lap("evaluation")
-        self.say(f"step {progress.step:>{self.width}}/{self.scale.steps} | {found}{' | best' if best else ''}")
+        self.say(f"{self.at(progress)} | {found}{' | best' if best else ''}")
         self.row(progress, {"val/loss": found.loss, "val/ppl": found.perplexity, "val/bpb": found.bits_per_byte})
         self.lap("reporting")
 
@@ -155,14 +155,6 @@ class Report:
             self.say(f"{step} is saved: python train.py resume={self.folder.path} goes on from it")
 
 
-def peak_memory(device: torch.device) -> int:
-    """Peak bytes: allocated on the device, or resident in this process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 def clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -171,7 +163,7 @@ def clock(seconds: float) -> str:
 
 def check_wandb(config: WandbConfig) -> None:
     """Raise ValueError for a mode that cannot work here, before anything is read or written."""
-    if config.mode in ("online", "offline") and importlib.util.find_spec("wandb") is None:
+    if config.mode in ("online", "offline") and not installed():
         raise ValueError(f"wandb.mode={config.mode}, but wandb is not installed: pip install wandb, or wandb.mode=disabled")
     if config.mode == "online" and not logged_in():
         raise ValueError("wandb.mode=online, but there is no wandb key here: run `wandb login`, or use wandb.mode=offline")
@@ -181,59 +173,41 @@ def load_libraries(config: WandbConfig) -> None:
     """What a run imports on its way: the memory that is measured for a plan has to have room for it."""
     import matplotlib.figure  # noqa: F401  # heavy
 
-    if config.mode != "disabled" and importlib.util.find_spec("wandb") is not None:
+    if config.mode != "disabled" and installed():
         import wandb  # noqa: F401  # heavy, and optional
 
 
 def start_wandb(config: WandbConfig, folder: RunFolder, progress: Progress, settings: dict[str, Any]) -> Any:
     """A wandb run that continues progress.wandb_id, or None. Never asks, never waits for a login."""
-    if config.mode == "disabled" or importlib.util.find_spec("wandb") is None:
+    if config.mode == "disabled" or not installed():
         return None
     import wandb  # heavy, and optional
 
     progress.wandb_id = progress.wandb_id or secrets.token_hex(4)
-    quiet = wandb.Settings(
-        silent=True,
-        console="off",
-        x_disable_stats=True,
-        x_disable_meta=True,
-        disable_git=True,
-        disable_code=True,
-        init_timeout=20,
-    )
-
-    def start(mode: Any) -> Any:
-        return wandb.init(
-            mode=mode,
-            dir=folder.path,
-            project=config.project,
-            name=config.name or folder.path.name,
-            id=progress.wandb_id,
-            resume="allow",
-            allow_val_change=True,
-            config=settings,
-            settings=quiet,
-        )
-
+    quiet: dict[str, Any] = dict.fromkeys(("silent", "x_disable_stats", "x_disable_meta", "disable_git", "disable_code"), True)
+    options: dict[str, Any] = {"dir": folder.path, "project": config.project, "name": config.name or folder.path.name}
+    options |= {"mode": config.mode or ("online" if logged_in() else "offline"), "id": progress.wandb_id, "resume": "allow"}
+    options |= {"allow_val_change": True, "config": settings}
+    options["settings"] = wandb.Settings(**quiet, console="off", init_timeout=20)
     try:
-        return start(config.mode or ("online" if logged_in() else "offline"))
+        return wandb.init(**options)
     except (wandb.errors.CommError, wandb.errors.UsageError) as error:
         reason = " ".join(str(error).split())[:100]
         if config.mode is not None:
-            raise ValueError(
-                f"wandb.mode={config.mode} failed ({reason}): use wandb.mode=offline, and `wandb sync` later"
-            ) from None
+            remedy = "use wandb.mode=offline, and `wandb sync` later"
+            raise ValueError(f"wandb.mode={config.mode} failed ({reason}): {remedy}") from None
         warnings.warn(f"wandb cannot be reached ({reason}): logging offline, `wandb sync` sends it later", stacklevel=2)
         wandb.teardown()  # its service holds the run's id
-        return start("offline")
+        return wandb.init(**options | {"mode": "offline"})
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("wandb") is not None
 
 
 def logged_in() -> bool:
     """Whether wandb's key is in the environment or in .netrc, where `wandb login` puts it."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    try:
-        return netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, NetrcParseError):
-        return False
+    from requests.utils import get_netrc_auth  # slow to import
+
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(host))

@@ -1,9 +1,11 @@
-"""What is left to look at: the picture of a run, the table of a sweep."""
+"""What is left to look at: the picture of a run, the table of a sweep, the reason why a run has failed."""
 
 import math
 from dataclasses import dataclass
 from typing import Any
 
+from training.device import REMEDY, out_of_memory
+from training.ranks import LOST, lost_a_rank
 from training.run import RunFolder
 from weights import checkpoint
 
@@ -19,6 +21,16 @@ class Outcome:
     error: str = ""
 
 
+def explain(problem: Exception) -> str:
+    """What a user can do something about, in one line; "" for a fault of the program."""
+    line = " ".join(str(problem).split())
+    if isinstance(problem, ValueError | OSError):
+        return line
+    if out_of_memory(problem):
+        return f"out of memory ({line[:160]}). {REMEDY}"
+    return LOST if lost_a_rank(problem) else ""
+
+
 def sweep_table(jobs: list[Outcome]) -> str:
     """The runs of a sweep, the lowest validation loss first."""
     ranked = sorted(jobs, key=lambda job: math.inf if job.val_loss is None else job.val_loss)
@@ -31,40 +43,34 @@ def sweep_table(jobs: list[Outcome]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
+CURVES: dict[str, dict[str, Any]] = {
+    "train/loss": {"label": "train loss", "lw": 1, "color": "#7aa6c2"},
+    "val/loss": {"label": "validation loss, lowest {:.3f}", "lw": 1.5, "marker": "o", "ms": 4, "color": "#c2512f"},
+    "train/lr": {"lw": 1, "color": "#555555"},
+}
+
+
 def draw_losses(folder: RunFolder) -> None:
     """loss.png: train and validation loss over steps, the learning rate below."""
     from matplotlib.figure import Figure  # heavy
 
     rows = folder.read_metrics()
-    curves = {key: [(row["step"], row[key]) for row in rows if row.get(key) is not None] for key in CURVES}
-    figure = Figure(figsize=(8, 5))
-    figure.subplots_adjust(left=0.1, right=0.98, bottom=0.1, top=0.94, hspace=0.08)
+    figure = Figure(figsize=(8, 5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     for key, style in CURVES.items():
-        if curves[key]:
-            name = key.replace("/", " ")
-            if key == "val/loss":
-                name = f"validation loss, lowest {min(loss for _, loss in curves[key]):.3f}"
-            (below if key == "train/lr" else above).plot(*zip(*curves[key], strict=True), label=name, **style)
-    above.set_ylabel("loss (nats a token)")
+        steps, values = [[row[name] for row in rows if row.get(key) is not None] for name in ("step", key)]
+        if values:
+            label = style.get("label", "").format(min(values))
+            (below if key == "train/lr" else above).plot(steps, values, **{**style, "label": label})
+    above.set(ylabel="loss (nats a token)")
     above.set_title(folder.path.name, fontsize="medium")
-    if above.has_data():
+    if above.lines:
         above.legend(frameon=False)
-    below.set_ylabel("learning rate")
-    below.set_ylim(bottom=0)
-    below.set_xlabel("step")
+    below.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
     for axes in (above, below):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.align_ylabels()
     with checkpoint.writing(folder.path / "loss.png"):
         temporary = folder.path / "loss.tmp.png"
         figure.savefig(temporary, dpi=120)
         temporary.replace(folder.path / "loss.png")
-
-
-CURVES: dict[str, dict[str, Any]] = {
-    "train/loss": {"lw": 1, "color": "#7aa6c2"},
-    "val/loss": {"lw": 1.5, "marker": "o", "ms": 4, "color": "#c2512f"},
-    "train/lr": {"lw": 1, "color": "#555555"},
-}

@@ -1,4 +1,4 @@
-"""What a run starts from: weights drawn anew, a model from a file, or a checkpoint of its own."""
+"""What a run starts from: weights drawn anew, a model from a file, or a checkpoint of its own; and what the last one holds."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,9 +8,18 @@ import torch
 
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import ModelConfig, Transformer
-from training.run import Progress, restore_optimizer_state
+from training.ranks import part_like
+from training.run import Progress
 from training.update import Precision
 from weights import checkpoint, load, locate
+
+OPEN = ("dropout", "context_length")  # what may be another than in the file
+
+
+def trained_state(model: Transformer, optimizer: torch.optim.Optimizer, precision: Precision) -> dict[str, Any]:
+    """What training has changed, the optimizer's by weight name: neither ranks nor the order of its groups matter."""
+    moments = {name: dict(optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state}
+    return {"model": model.state_dict(), "optimizer": moments, "scaler": precision.scaler.state_dict()}
 
 
 class Start:
@@ -30,17 +39,33 @@ class Start:
         return load_tokenizer(self.folder) if self.folder else None
 
     def model(self, config: ModelConfig, seed: int) -> Transformer:
+        """Another dropout or a shorter context is fine, which the weights leave open."""
         if self.folder is None:
             torch.manual_seed(seed)
             return Transformer(config)
-        return adapted(load(self.folder, dtype=torch.float32)[0], config, self.folder)
+        loaded = load(self.folder, dtype=torch.float32)[0]
+        if loaded.config == config:
+            return loaded
+        has, wants = asdict(loaded.config), asdict(config)
+        changed = [f"model.{key}: {has[key]} -> {wants[key]}" for key in has if has[key] != wants[key] and key not in OPEN]
+        if wants["context_length"] > has["context_length"]:
+            changed.append(f"model.context_length: {has['context_length']} -> {wants['context_length']}, which is longer")
+        if changed:
+            raise ValueError(f"{self.folder} holds another model ({'; '.join(changed)}): drop these keys")
+        model, weights = Transformer(config), loaded.state_dict()
+        if config.position == "learned":
+            weights["position.table.weight"] = weights["position.table.weight"][: config.context_length]
+        model.load_state_dict(weights)
+        return model
 
-    def restore(self, optimizer: torch.optim.Optimizer, model: Transformer, precision: Precision) -> None:
-        if self.trainer:
-            restore_optimizer_state(optimizer, model, self.trainer["optimizer"])
-            if self.trainer["scaler"]:
-                precision.scaler.load_state_dict(self.trainer["scaler"])
-        self.trainer = {}  # twice the size of the model
+    def restore(self, model: Transformer, optimizer: torch.optim.Optimizer, precision: Precision) -> None:
+        """The rest of `trained_state`."""
+        saved, self.trainer = self.trainer, {}  # twice the size of the model
+        for name, p in model.named_parameters() if saved else ():
+            for key, value in saved["optimizer"].get(name, {}).items():
+                optimizer.state[p][key] = value.to(p.device) if key == "step" else part_like(value, p)
+        if saved.get("scaler"):
+            precision.scaler.load_state_dict(saved["scaler"])
 
 
 def ended_before_saving(run: Path) -> bool:
@@ -48,6 +73,7 @@ def ended_before_saving(run: Path) -> bool:
 
 
 def with_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """vocab_size filled in, or checked."""
     needed = tokenizer.n_vocab
     if config.vocab_size is not None and config.vocab_size < needed:
         raise ValueError(
@@ -55,24 +81,3 @@ def with_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
             f"{needed - 1}: use at least {needed}, or null to take it from the tokenizer"
         )
     return replace(config, vocab_size=config.vocab_size or needed)
-
-
-def adapted(model: Transformer, wanted: ModelConfig, source: Path) -> Transformer:
-    """The same weights under another dropout or a shorter context, which a checkpoint leaves open; all else is refused."""
-    if model.config == wanted:
-        return model
-    has, wants = asdict(model.config), asdict(wanted)
-    changed = [f"model.{key}: {has[key]} -> {wants[key]}" for key in has if has[key] != wants[key] and key not in OPEN]
-    if wanted.context_length > model.config.context_length:
-        changed.append(f"model.context_length: {model.config.context_length} -> {wanted.context_length}, which is longer")
-    if changed:
-        raise ValueError(f"{source} holds another model ({'; '.join(changed)}): drop these keys")
-    weights = model.state_dict()
-    if wanted.position == "learned":
-        weights["position.table.weight"] = weights["position.table.weight"][: wanted.context_length]
-    new = Transformer(wanted)
-    new.load_state_dict(weights)
-    return new
-
-
-OPEN = ("dropout", "context_length")
