@@ -1,11 +1,13 @@
 """Checkpoints are complete or absent, hold nothing that can run code, and name what is wrong with a damaged one."""
 
 import json
+import os
 import pickletools
 import resource
 import signal
 import zipfile
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +78,31 @@ def test_a_failed_save_leaves_what_was_there_and_nothing_else(tmp_path):
             save(folder / "step-00000002")
         assert [path.name for path in folder.iterdir()] == ["step-00000001"]
     checkpoint.load(folder / "step-00000001")
+
+
+def test_all_of_it_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    opened: dict[int, Path] = {}
+    synced, renamed = set(), []
+    opening, syncing, renaming = os.open, os.fsync, Path.rename
+
+    def sees_open(path, *flags):
+        opened[number := opening(path, *flags)] = Path(path)
+        return number
+
+    def sees_sync(number):
+        synced.add(opened[number])
+        syncing(number)
+
+    def sees_rename(path, target):
+        renamed.append({path, *path.iterdir()} - synced)
+        return renaming(path, target)
+
+    monkeypatch.setattr(os, "open", sees_open)
+    monkeypatch.setattr(os, "fsync", sees_sync)
+    monkeypatch.setattr(Path, "rename", sees_rename)
+    save(tmp_path / "c")
+    assert renamed == [set()]
+    assert tmp_path in synced  # the name, too
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer.pt", "config.json"])
