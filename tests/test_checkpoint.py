@@ -31,10 +31,10 @@ def save(folder, seed=0):
 
 @pytest.fixture
 def saved(tmp_path):
-    """Two checkpoints of a run; the newer one is what `latest` names."""
+    """Three checkpoints of a run; the newest is what `latest` names."""
     folder = tmp_path / "checkpoints"
-    save(folder / "step-00000001", seed=1)
-    save(folder / "step-00000002", seed=2)
+    for step in range(3):
+        save(folder / f"step-0000000{step}", seed=step)
     checkpoint.point(folder / "latest", folder / "step-00000002")
     return folder
 
@@ -68,6 +68,21 @@ def test_nothing_in_it_runs_code(tmp_path):
     pickled = zipfile.ZipFile(tmp_path / "c" / "trainer.pt").read(name)
     called = {argument for code, argument, _ in pickletools.genops(pickled) if code.name == "GLOBAL"}
     assert called <= {"torch._utils _rebuild_tensor_v2", "torch FloatStorage", "collections OrderedDict"}
+
+
+class Touch:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_code_that_somebody_put_into_it_is_not_run(saved, tmp_path):
+    torch.save({"digest": "", "optimizer": Touch(tmp_path / "touched")}, saved / "step-00000002" / "trainer.pt")
+    with pytest.raises(ValueError, match="latest/trainer.pt is damaged"):
+        checkpoint.read_trainer(saved / "latest")
+    assert not (tmp_path / "touched").exists()
 
 
 def test_a_failed_save_leaves_what_was_there_and_nothing_else(tmp_path):
@@ -117,17 +132,21 @@ def test_a_truncated_file_is_named_and_the_older_checkpoint_offered(saved, name,
 
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer.pt"])
 def test_a_flipped_bit_is_found(saved, name):
-    path = saved / "step-00000002" / name
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
+    flip(saved / "step-00000002" / name)
     with pytest.raises(ValueError, match=rf"latest/{name} is damaged .*checksum"):
         checkpoint.read_trainer(saved / "latest")
 
 
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
 def test_no_damaged_checkpoint_is_offered(saved):
-    for step in (1, 2):
-        (saved / f"step-0000000{step}" / "trainer.pt").write_bytes(b"")
+    flip(saved / "step-00000000" / "trainer.pt")
+    (saved / "step-00000001" / "config.json").write_text("{")
+    (saved / "step-00000002" / "trainer.pt").write_bytes(b"")
     with pytest.raises(ValueError, match="no other checkpoint lies beside it"):
         checkpoint.read_trainer(saved / "latest")
 
@@ -143,6 +162,9 @@ def test_weights_of_another_model_are_named(saved):
     described["model"]["n_layers"] = 3
     (saved / "latest" / "config.json").write_text(json.dumps(described))
     with pytest.raises(ValueError, match=r"model.safetensors lacks weights: blocks.2.*\(6 in all\)"):
+        checkpoint.load_model(saved / "latest")
+    (saved / "latest" / "config.json").write_text(json.dumps({"model": {**described["model"], "colour": "red"}}))
+    with pytest.raises(ValueError, match="has model keys this version does not know: colour"):
         checkpoint.load_model(saved / "latest")
     described["model"] |= {"n_layers": 2, "d_ff": 64}
     (saved / "latest" / "config.json").write_text(json.dumps(described))

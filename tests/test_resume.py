@@ -124,7 +124,7 @@ def test_dropout_may_change(run):
 def test_an_older_checkpoint_goes_on_and_later_rows_are_cut(run, done):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "train/lo')  # a line that a crash cut short
-    (run / "checkpoints" / "step-00000004.tmp").mkdir()  # a save that a crash cut short
+    (run / "checkpoints" / "step-00000003.tmp").mkdir()  # a save that a crash cut short, of a step that is not saved again
     older = finished(f"resume={run}/checkpoints/step-00000002", "steps=5", "optimizer.lr=1e-3", "keep_checkpoints=9")
     assert "going on from step 2" in older.out
     steps = [row["step"] for row in metrics(run) if "train/loss" in row]

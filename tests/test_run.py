@@ -152,9 +152,10 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_goes_on(run, folder):
 
 def test_the_last_checkpoints_and_the_best_are_kept(folder, tmp_path):
     run = tmp_path / "kept"
-    arguments = ["steps=7", "save_every=1", "eval_every=2", "keep_checkpoints=2", "optimizer.lr=1", "schedule.warmup_steps=0"]
-    finished(*tiny(folder, f"run_dir={run}", *arguments))  # such a rate makes it worse and worse
+    rate = ["optimizer.lr=1000", "schedule.warmup_steps=1000", "optimizer.weight_decay=0"]  # makes it worse and worse
+    finished(*tiny(folder, f"run_dir={run}", "steps=7", "save_every=1", "eval_every=2", "keep_checkpoints=2", *rate))
     best = min((row for row in metrics(run) if "val/loss" in row), key=lambda row: row["val/loss"])["step"]
+    assert best < 6
     assert {path.name for path in checkpoint.steps(run / "checkpoints")} == {f"step-{step:08d}" for step in {best, 6, 7}}
     assert (run / "checkpoints" / "best").resolve().name == f"step-{best:08d}"
 
