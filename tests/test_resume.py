@@ -134,6 +134,14 @@ def test_an_older_checkpoint_goes_on_and_later_rows_are_cut(run, done):
     assert not list(run.glob("**/*.tmp"))
 
 
+def test_steps_that_were_given_up_stay_given_up_if_it_fails_before_it_saves(run):
+    failed = command(f"resume={run}/checkpoints/step-00000002", "optimizer.lr=1e30", "schedule.warmup_steps=0")
+    assert "is not finite" in failed.last
+    assert {row["step"] for row in metrics(run)} == {1, 2, 3}
+    for link in ("latest", "best"):
+        assert (run / "checkpoints" / link).resolve().name == "step-00000002"
+
+
 def test_auto_starts_a_run_and_then_goes_on_with_it(folder, tmp_path):
     arguments = tiny(folder, f"run_dir={tmp_path}/auto", "resume=auto")
     first = finished(*arguments, "steps=3")

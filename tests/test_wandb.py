@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,18 @@ def dead_server(monkeypatch):
 
 
 def records(run: Path) -> list[list]:
-    """What the run's offline files hold, oldest file first: lists of records. A file is a LevelDB log after a header of 7 bytes:
+    """What the run's offline files hold once they are complete (wandb's own process writes them), oldest file first."""
+    limit = time.monotonic() + 20
+    while True:
+        files = read(run)
+        complete = all(any(record.WhichOneof("record_type") == "exit" for record in file) for file in files)
+        if complete or time.monotonic() > limit:
+            return files
+        time.sleep(0.1)
+
+
+def read(run: Path) -> list[list]:
+    """Lists of records. A file is a LevelDB log after a header of 7 bytes:
     blocks of 32 KiB, in which chunks (checksum, length, kind, bytes) make up records; kinds 1 and 4 end one."""
     files = []
     for path in sorted(run.glob("wandb/offline-run-*/*.wandb")):
