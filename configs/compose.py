@@ -149,9 +149,9 @@ def read(path: Path) -> DictConfig:
 
 def to_yaml(config: TrainConfig, tokenizer: Tokenizer) -> str:
     """What config.yaml holds: every key, resolved, without those that say what to do with an earlier run."""
-    values = OmegaConf.structured(config)
+    values, defaults = OmegaConf.structured(config), TrainConfig()
     for key in LIVE:
-        values[key] = OmegaConf.structured(TrainConfig)[key]
+        values[key] = getattr(defaults, key)
     if config.init_from:
         values.tokenizer.name, values.tokenizer.vocab_size = tokenizer.name, tokenizer.n_vocab
     return OmegaConf.to_yaml(values)

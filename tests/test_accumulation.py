@@ -124,6 +124,22 @@ class Rank(Ranks):
         return value
 
 
+def test_dropout_is_decided_by_seed_step_rank_and_micro_batch_and_by_nothing_else():
+    objective, (tokens, targets) = trainee(dropout=0.3), batch(0)
+    n, precision = int((targets != IGNORED).sum()), Precision(CPU, torch.float32)
+
+    def loss(seed: int = 0, step: int = 0, rank: int = 0, copies: int = 1) -> float:
+        torch.manual_seed(len(losses))
+        pieces, ranks = [(tokens, targets)] * copies, Rank(rank)
+        return accumulate(objective, pieces, copies * n, ranks=ranks, seed=(seed, step), precision=precision).item()
+
+    losses: list[float] = []
+    for changed in ({}, {"seed": 1}, {"step": 1}, {"rank": 1}, {"copies": 2}):
+        losses.append(loss(**changed))
+    assert len(set(losses)) == 5
+    assert loss() == losses[0]
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("position", [0, 8, 37])
 def test_ranks_and_micro_batches_share_out_the_batch_in_order(tmp_path, world, position):

@@ -1,11 +1,13 @@
 """Checkpoints are complete or absent, hold nothing that can run code, and name what is wrong with a damaged one."""
 
 import json
+import os
 import pickletools
 import resource
 import signal
 import zipfile
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,10 +31,10 @@ def save(folder, seed=0):
 
 @pytest.fixture
 def saved(tmp_path):
-    """Two checkpoints of a run; the newer one is what `latest` names."""
+    """Three checkpoints of a run; the newest is what `latest` names."""
     folder = tmp_path / "checkpoints"
-    save(folder / "step-00000001", seed=1)
-    save(folder / "step-00000002", seed=2)
+    for step in range(3):
+        save(folder / f"step-0000000{step}", seed=step)
     checkpoint.point(folder / "latest", folder / "step-00000002")
     return folder
 
@@ -68,6 +70,21 @@ def test_nothing_in_it_runs_code(tmp_path):
     assert called <= {"torch._utils _rebuild_tensor_v2", "torch FloatStorage", "collections OrderedDict"}
 
 
+class Touch:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_code_that_somebody_put_into_it_is_not_run(saved, tmp_path):
+    torch.save({"digest": "", "optimizer": Touch(tmp_path / "touched")}, saved / "step-00000002" / "trainer.pt")
+    with pytest.raises(ValueError, match="latest/trainer.pt is damaged"):
+        checkpoint.read_trainer(saved / "latest")
+    assert not (tmp_path / "touched").exists()
+
+
 def test_a_failed_save_leaves_what_was_there_and_nothing_else(tmp_path):
     folder = tmp_path / "checkpoints"
     save(folder / "step-00000001")
@@ -76,6 +93,31 @@ def test_a_failed_save_leaves_what_was_there_and_nothing_else(tmp_path):
             save(folder / "step-00000002")
         assert [path.name for path in folder.iterdir()] == ["step-00000001"]
     load(folder / "step-00000001")
+
+
+def test_all_of_it_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    opened: dict[int, Path] = {}
+    synced, renamed = set(), []
+    opening, syncing, renaming = os.open, os.fsync, Path.rename
+
+    def sees_open(path, *flags):
+        opened[number := opening(path, *flags)] = Path(path)
+        return number
+
+    def sees_sync(number):
+        synced.add(opened[number])
+        syncing(number)
+
+    def sees_rename(path, target):
+        renamed.append({path, *path.iterdir()} - synced)
+        return renaming(path, target)
+
+    monkeypatch.setattr(os, "open", sees_open)
+    monkeypatch.setattr(os, "fsync", sees_sync)
+    monkeypatch.setattr(Path, "rename", sees_rename)
+    save(tmp_path / "c")
+    assert renamed == [set()]
+    assert tmp_path in synced  # the name, too
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer.pt", "config.json"])
@@ -90,17 +132,21 @@ def test_a_truncated_file_is_named_and_the_older_checkpoint_offered(saved, name,
 
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer.pt"])
 def test_a_flipped_bit_is_found(saved, name):
-    path = saved / "step-00000002" / name
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
+    flip(saved / "step-00000002" / name)
     with pytest.raises(ValueError, match=rf"latest/{name} is damaged .*checksum"):
         checkpoint.read_trainer(saved / "latest")
 
 
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
 def test_no_damaged_checkpoint_is_offered(saved):
-    for step in (1, 2):
-        (saved / f"step-0000000{step}" / "trainer.pt").write_bytes(b"")
+    flip(saved / "step-00000000" / "trainer.pt")
+    (saved / "step-00000001" / "config.json").write_text("{")
+    (saved / "step-00000002" / "trainer.pt").write_bytes(b"")
     with pytest.raises(ValueError, match="no other checkpoint lies beside it"):
         checkpoint.read_trainer(saved / "latest")
 

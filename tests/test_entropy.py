@@ -17,11 +17,12 @@ SYMBOLS, CONTEXT, STEPS, BATCH = 8, 32, 300, 32
 
 
 def markov_chain(length: int, generator: np.random.Generator, transitions: np.ndarray) -> np.ndarray:
-    uniform, ends = generator.random(length), transitions.cumsum(1)
-    ids = np.zeros(length, np.int64)
+    uniform = generator.random(length)
+    follows = [np.searchsorted(ends, uniform, side="right").clip(max=SYMBOLS - 1).tolist() for ends in transitions.cumsum(1)]
+    ids = [0]
     for i in range(1, length):
-        ids[i] = np.searchsorted(ends[ids[i - 1]], uniform[i], side="right").clip(max=SYMBOLS - 1)
-    return ids
+        ids.append(follows[ids[-1]][i])
+    return np.array(ids)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

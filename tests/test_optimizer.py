@@ -90,9 +90,10 @@ def test_a_batch_of_equal_shapes_is_orthogonalised_as_one_by_one():
     torch.testing.assert_close(orthogonalise(m), torch.cat([orthogonalise(one[None]) for one in m]))
 
 
-def test_muon_follows_its_equation():
+@pytest.mark.parametrize("kind", ["up", "down"])  # tall, and wide
+def test_muon_follows_its_equation(kind):
     model = tiny(bias=False)
-    w = model.blocks[0].mlp.down.weight
+    w = getattr(model.blocks[0].mlp, kind).weight
     optimizer = make_optimizer(OptimizerConfig(name="muon", lr=0.1, weight_decay=0.2, momentum=0.9), model)
     expected, buffer = w.detach().clone(), torch.zeros_like(w)
     for step in range(2):

@@ -26,6 +26,7 @@ from data.source import DataConfig
 from data.tokenizer import TokenizerConfig
 from model import ModelConfig, Transformer, generate
 from tests.rank_group import Team, free_port, on_ranks
+from tests.tiny_runs import finished
 from training.evaluate import evaluate
 from training.objective import IGNORED, NextTokenLoss
 from training.optimizer import OptimizerConfig, clip_gradients, make_optimizer
@@ -382,11 +383,15 @@ def test_a_plan_by_hand():
 # What follows needs torchrun itself, which starts and ends processes its own way.
 
 
-def torchrun(folder: Path, *words: str, launcher: tuple[str, ...] = ("--standalone",)) -> subprocess.Popen[str]:
+def arguments(folder: Path) -> list[str]:
+    found = [f"data.path={folder / 'text.txt'}", f"data.cache_dir={folder / 'cache'}", "tokenizer=bytes", "device=cpu"]
+    found += ["model.n_layers=2", "model.n_heads=2", "model.d_model=32", "model.context_length=16", "batch_size=8"]
+    return [*found, "wandb.mode=disabled", "log_every=1", "eval_every=1000000"]
+
+
+def torchrun(folder: Path, *words: str, launcher: tuple[str, ...]) -> subprocess.Popen[str]:
     """Two ranks of a run that goes on until something ends it, in `folder`/run."""
-    overrides = [f"data.path={folder / 'text.txt'}", f"data.cache_dir={folder / 'cache'}", "tokenizer=bytes", "device=cpu"]
-    overrides += ["model.n_layers=2", "model.n_heads=2", "model.d_model=32", "model.context_length=16", "batch_size=8"]
-    overrides += ["wandb.mode=disabled", "log_every=1", "eval_every=1000000", f"run_dir={folder / 'run'}", *words]
+    overrides = [*arguments(folder), f"run_dir={folder / 'run'}", *words]
     program = [sys.executable, "-m", "torch.distributed.run", *launcher, "train.py", *overrides]
     return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
@@ -434,8 +439,7 @@ def test_a_rank_that_dies_ends_the_others_and_leaves_the_last_checkpoint_good(te
     assert re.search(rf"rank +: {rank} .*\n +exitcode +: -9", printed)
     assert printed.count("error: ") <= 1 and 'Traceback (most recent call last):\n  File "train' not in printed
     saved = checkpoint.read_trainer(checkpoint.find(text / "run"))["progress"]["step"]
-    status, printed = told(torchrun(text, "resume=auto", f"steps={saved + 1}", launcher=TWO), seconds=90)
-    assert status == 0 and f"going on from step {saved}" in printed, printed
+    assert f"going on from step {saved}" in finished(f"resume={text / 'run'}", f"steps={saved + 1}").out
 
 
 @pytest.mark.slow
@@ -465,10 +469,7 @@ def test_two_machines_meet(text):
     ended = [told(agent, seconds=120) for agent in agents]
     assert [status for status, _ in ended] == [0, 0]
     assert sorted("is done" in printed for _, printed in ended) == [False, True]
-    together = rows(text / "run")
-    (text / "run").rename(text / "together")
-    status, _ = told(torchrun(text, "steps=4", launcher=("--standalone", "--nproc_per_node=1")), seconds=90)
-    assert status == 0
-    for one, two in zip(rows(text / "run"), together, strict=True):
+    finished(*arguments(text), "steps=4", f"run_dir={text / 'alone'}")
+    for one, two in zip(rows(text / "alone"), rows(text / "run"), strict=True):
         for key in {"train/loss", "val/loss"} & one.keys():
             assert two[key] == pytest.approx(one[key], abs=1e-5)

@@ -1,6 +1,8 @@
 """What the README says can be typed, and what it says exists, is so."""
 
+import io
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -11,11 +13,12 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from tiny_runs import command
 
+import data.__main__ as look
 import sample
 from benchmarks.tables import filled
 from configs.schema import TrainConfig, register
+from tests.tiny_runs import command, write_text
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -23,13 +26,14 @@ BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, flags=re.M | re.S)
 LINES = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines() if line and not line.startswith("#")]
 
 
-def commands(program: str) -> list[list[str]]:
-    """The arguments of each README line that runs `python <program>`, with torchrun or environment variables before it."""
+def commands(program: str, launched: bool = True) -> list[list[str]]:
+    """The arguments of each README line that runs `python <program>` (`launched`: or torchrun), whatever stands before it."""
     found = []
     for line in LINES:
         words = shlex.split(line, comments=True)
-        if program in words:
-            found.append(words[words.index(program) + 1 :])
+        if program in words and (launched or "torchrun" not in words):
+            words = words[words.index(program) + 1 :]
+            found.append(words[: next((i for i, word in enumerate(words) if word in ("|", ">", "2>", "<")), len(words))])
     return found
 
 
@@ -47,40 +51,80 @@ def test_every_train_command_composes(words):
         assert isinstance(OmegaConf.to_object(compose("train", overrides)), TrainConfig)
 
 
-SHORT = ["eval_windows=2", "eval_every=null", "sample_every=null", "wandb.mode=disabled"]
-SMALL = ["model.n_layers=1", "model.d_model=32", "model.n_heads=2", "model.context_length=16", "batch_size=2"]
-AWAY = ("tinystories", "fineweb_edu", "gpt2_124m", "$", "/shared", "resume=auto")  # a network, a cluster
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with what the commands speak of: texts, and a run."""
+    folder = tmp_path_factory.mktemp("readme")
+    write_text(folder, words=1000).rename(folder / "my_notes.txt")
+    text = (folder / "my_notes.txt").read_text()
+    for name in ("notes/a.txt", "tinyshakespeare.txt", "start.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "chat.jsonl").write_text("".join(json.dumps({"body": text[i : i + 99]}) + "\n" for i in range(0, 3000, 99)))
+    (folder / "docs").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("SLURM_JOB_ID", "7")
+        made = command(*small(["run_dir=runs/my_run"]))
+        assert made.status == 0, made.err
+        (folder / "runs" / "2026-01-31-101500").symlink_to("my_run")
+        yield folder
 
 
-def test_the_train_commands_run_in_their_order(tmp_path, monkeypatch):
-    """As written but for their length and size; those that go on with a run do so with the one that a line before has made."""
-    monkeypatch.chdir(tmp_path)
-    text = "To be, or not to be, that is the question. " * 300
-    (tmp_path / "notes").mkdir()
-    for name in ("my_notes.txt", "tinyshakespeare.txt", "notes/one.txt", "notes/two.txt"):
-        (tmp_path / name).write_text(text)
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"body": text}))
-    ran = []
-    for words in commands("train.py"):
-        if any(away in " ".join(words) for away in AWAY):
-            continue
-        steps = "steps=4" if any(word.startswith("resume=") for word in words) else "steps=2"
-        small = [] if any(word.startswith(("resume=", "init_from=")) for word in words) else SMALL
-        vocabulary = [] if any("shakespeare" in word for word in words) or not small else ["tokenizer.vocab_size=300"]
-        done = command(*words, *SHORT, *small, *vocabulary, steps)
-        assert done.status == 0, (words, done.err)
-        ran.append(words)
-    assert len(ran) > 8
+SMALL = {"model.context_length": 16, "model.d_model": 32, "model.n_heads": 2, "model.n_layers": 2, "tokenizer": "bytes"}
+SHORT = {"batch_size": 4, "steps": 2, "eval_windows": 3, "device": "cpu", "dtype": "float32", "wandb.mode": "disabled"}
+ELSEWHERE = ("data=tinystories", "data=fineweb_edu", "experiment=gpt2_124m", "HuggingFaceTB/SmolLM2-135M")  # need a network
+
+
+def small(words: list[str]) -> list[str]:
+    """The command, but for a text, a model and a number of steps that take a moment: what it says itself stays."""
+    words = [re.sub(r"^steps=.*", "steps=3", os.path.expandvars(word)) for word in words]
+    if any(word.startswith("plan_ranks=") for word in words):
+        return [re.sub(r"^(model.n_layers)=.*", r"\1=2", word) for word in words]
+    said = {word.split("=")[0] for word in words}
+    more: dict[str, object] = {} if "resume" in said and "resume=auto" not in words else dict(SHORT)
+    if more and not {"data", "data.path"} & said:
+        more |= {"data": "text", "data.path": "my_notes.txt"}
+    if more and "init_from" not in said:
+        more |= SMALL
+    taken = said | {word.split(".")[0] for word in said if word.startswith("tokenizer.")}
+    return [*words, *(f"{key}={value}" for key, value in more.items() if key not in taken)]
+
+
+@pytest.mark.slow
+def test_every_train_command_runs(place):
+    """One after the other, as some go on with what an earlier one made."""
+    for line in dict.fromkeys(map(tuple, commands("train.py", launched=False))):
+        if not set(line) & set(ELSEWHERE):
+            done = command(*small(list(line)))
+            assert done.status == 0, f"{' '.join(line)}: {done.err}"
+
+
+@pytest.mark.parametrize("words", commands("sample.py"), ids=" ".join)
+def test_every_sample_command_runs(place, words, monkeypatch):
+    if set(words) & set(ELSEWHERE):
+        assert sample.parse(words).checkpoint
+        return
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"diff")))
+    assert sample.main([*words, "--max-new-tokens", "3", "--device", "cpu"]) == 0
+
+
+def test_the_command_that_shows_the_data_runs(place, capsys):
+    words, *_ = commands("data")
+    look.main(words)
+    assert "tokens 0 to 64" in capsys.readouterr().out
+
+
+def test_every_module_that_is_run_exists():
+    modules = set(re.findall(r"python -m ([a-z0-9_.]*[a-z0-9])", README))
+    assert {"data", "weights.export"} < modules
+    for module in modules:
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
 
 
 def test_the_tables_are_those_of_the_benchmarks_files():
     assert filled(README) == README
-
-
-@pytest.mark.parametrize("words", commands("sample.py"), ids=" ".join)
-def test_every_sample_command_parses(words):
-    words = words[: next((i for i, word in enumerate(words) if word in ("|", ">", "2>", "<")), len(words))]
-    assert sample.parse(words).max_new_tokens >= 0
 
 
 def test_every_make_target_exists():
@@ -107,17 +151,41 @@ def test_the_table_has_every_key():
     assert not missing
 
 
+def test_the_table_has_every_default():
+    register()
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        defaults = compose("train")
+    chosen = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / "train.yaml").defaults)
+    groups = {key: value for entry in chosen if isinstance(entry, dict) for key, value in entry.items()}
+    checked = 0
+    for names, values in re.findall(r"^\| (`[a-z][^|]*) \| ([^|]*) \| [^|]* \|$", README, flags=re.M):
+        told = [value.strip("` ") for value in values.split(",")]
+        for i, name in enumerate(re.findall(r"`([a-z_.0-9]+)`", names)):
+            if name in groups:
+                expected = groups[name]
+            elif name in keys(TrainConfig):
+                expected = OmegaConf.select(defaults, name)
+            else:
+                continue
+            ours = told[i] if len(told) > 1 else told[0]
+            said = OmegaConf.create(f"value: {ours}").value
+            assert said == (expected.strip() if isinstance(expected, str) else expected), f"{name}: {ours}, not {expected}"
+            checked += 1
+    assert checked > len(keys(TrainConfig))
+
+
 def test_every_file_and_picture_that_is_named_exists():
     for path in re.findall(r"\]\(((?!http)[^)#]+)\)", README) + re.findall(r"`((?:\w+/)*\w+\.(?:py|yaml|json|png))`", README):
         if not path.startswith(("runs/", "out/")) and "/" in path:
             assert (ROOT / path).exists(), path
 
 
-def test_the_python_examples_compile():
+def test_the_python_examples_run(place, capsys):
     examples = re.findall(r"^```python\n(.*?)^```", README, flags=re.M | re.S)
     assert examples
     for example in examples:
-        compile(example, "README.md", "exec")
+        exec(compile(example, "README.md", "exec"), {})
+        assert capsys.readouterr().out.strip()
 
 
 def test_the_programs_answer_help():

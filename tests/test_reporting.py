@@ -24,26 +24,26 @@ def folder(tmp_path):
     return RunFolder(tmp_path)
 
 
-def report(folder, steps=10):
-    return Report(folder, None, Progress(), Scale(steps, 1000, 2e6, 1e12), CPU, time.perf_counter())
+def report(folder, steps=10, done=0):
+    return Report(folder, None, Progress(step=done), Scale(steps, 1000, 2e6, 1e12), CPU, time.perf_counter())
 
 
 def test_a_line_tells_what_is_worth_knowing(folder, capsys):
-    progress = Progress()
-    with report(folder) as told:
-        for step in range(1, 3):
+    progress = Progress(step=990)
+    with report(folder, steps=1000, done=990) as told:
+        for step in (991, 992):
             time.sleep(0.05)
             progress.advance(4)
-            told.step(progress, loss=2.5, norm=0.75, lr=3e-4, log=step == 2)
+            told.step(progress, loss=2.5, norm=0.75, lr=3e-4, log=step == 992)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
     figures = r"loss 2.5000 \| lr 3.0e-04 \| norm 0.75 \| ([\d,]+) tokens/s \| \d+% of peak \| [\d.]+ GiB \| 0:0\d left"
-    found = re.fullmatch(rf"step  2/10 \| {figures}", line)
+    found = re.fullmatch(rf"step  992/1000 \| {figures}", line)
     assert found, line
     speed = int(found[1].replace(",", ""))
     assert 10_000 < speed < 20_000  # 1000 tokens in 50 ms and a little
     (row,) = folder.read_metrics()
     assert row["time/peak_share"] == pytest.approx(speed * 2e6 / 1e12, rel=1e-3)
-    assert {"step": 2, "train/loss": 2.5, "train/lr": 3e-4, "train/grad_norm": 0.75}.items() <= row.items()
+    assert {"step": 992, "train/loss": 2.5, "train/lr": 3e-4, "train/grad_norm": 0.75}.items() <= row.items()
 
 
 def test_time_is_put_down_to_what_it_was_spent_on(folder, capsys):
@@ -103,14 +103,15 @@ def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
         assert part in shown.getvalue(), part
 
 
-def test_another_rank_says_and_writes_nothing(tmp_path, capsys):
-    progress = Progress(step=1)
+def test_another_rank_says_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    progress, shown = Progress(step=1), Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
     with report(None) as told:
         told.step(progress, 2.5, 1.0, 1e-3, log=True)
         told.evaluation(progress, Evaluation(2.0, 7.4, 1.5, 100), best=True)
         told.sample(progress, "text")
         told.saved()
-    assert capsys.readouterr() == ("", "")
+    assert (capsys.readouterr().out, shown.getvalue()) == ("", "")
 
 
 def test_the_picture_shows_what_there_is(folder):
@@ -119,13 +120,13 @@ def test_the_picture_shows_what_there_is(folder):
     folder.append_metrics({"step": 1, "val/loss": float("nan")})
     assert [json.loads(line) for line in folder.metrics.read_text().splitlines()][0]["train/grad_norm"] is None
     draw_losses(folder)
-    folder.append_metrics({"step": 2, "train/loss": 1.0, "train/lr": 1e-3})
-    folder.append_metrics({"step": 2, "val/loss": 1.5})
-    before = (folder.path / "loss.png").read_bytes()
-    draw_losses(folder)
-    after = (folder.path / "loss.png").read_bytes()
-    assert before[:4] == after[:4] == b"\x89PNG"
-    assert before != after
+    pictures = [(folder.path / "loss.png").read_bytes()]
+    for row in ({"step": 2, "train/loss": 1.0}, {"step": 2, "val/loss": 1.5}, {"step": 3, "train/lr": 1e-3}):
+        folder.append_metrics(row)
+        draw_losses(folder)
+        pictures.append((folder.path / "loss.png").read_bytes())
+    assert {picture[:4] for picture in pictures} == {b"\x89PNG"}
+    assert len(set(pictures)) == 4
     assert [path.name for path in folder.path.glob("loss*")] == ["loss.png"]
 
 

@@ -124,7 +124,7 @@ def test_dropout_may_change(run):
 def test_an_older_checkpoint_goes_on_and_later_rows_are_cut(run, done):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "train/lo')  # a line that a crash cut short
-    (run / "checkpoints" / "step-00000004.tmp").mkdir()  # a save that a crash cut short
+    (run / "checkpoints" / "step-00000003.tmp").mkdir()  # a save that a crash cut short, of a step that is not saved again
     older = finished(f"resume={run}/checkpoints/step-00000002", "steps=5", "optimizer.lr=1e-3", "keep_checkpoints=9")
     assert "going on from step 2" in older.out
     steps = [row["step"] for row in metrics(run) if "train/loss" in row]
@@ -132,6 +132,14 @@ def test_an_older_checkpoint_goes_on_and_later_rows_are_cut(run, done):
     assert (run / "checkpoints" / "latest").resolve().name == "step-00000005"
     assert differing(state(run / "checkpoints" / "step-00000002"), state(done / "checkpoints" / "step-00000002")) == []
     assert not list(run.glob("**/*.tmp"))
+
+
+def test_steps_that_were_given_up_stay_given_up_if_it_fails_before_it_saves(run):
+    failed = command(f"resume={run}/checkpoints/step-00000002", "optimizer.lr=1e30", "schedule.warmup_steps=0")
+    assert "is not finite" in failed.last
+    assert {row["step"] for row in metrics(run)} == {1, 2, 3}
+    for link in ("latest", "best"):
+        assert (run / "checkpoints" / link).resolve().name == "step-00000002"
 
 
 def test_auto_starts_a_run_and_then_goes_on_with_it(folder, tmp_path):

@@ -46,6 +46,7 @@ def test_what_a_run_leaves(done):
     rows = metrics(done)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 6]
     assert set(rows[0]) == {"step", "train/loss", "train/lr", "train/grad_norm"}
+    assert [row["train/lr"] for row in rows[:2]] == pytest.approx([1.5e-3, 3e-3])  # of a warm-up of two steps
     assert set(rows[-1]) == {"step", "val/loss", "val/ppl", "val/bpb"}
 
 
@@ -152,11 +153,17 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_goes_on(run, folder):
 
 def test_the_last_checkpoints_and_the_best_are_kept(folder, tmp_path):
     run = tmp_path / "kept"
-    arguments = ["steps=7", "save_every=1", "eval_every=2", "keep_checkpoints=2", "optimizer.lr=1", "schedule.warmup_steps=0"]
-    finished(*tiny(folder, f"run_dir={run}", *arguments))  # such a rate makes it worse and worse
+    rate = ["optimizer.lr=1000", "schedule.warmup_steps=1000", "optimizer.weight_decay=0"]  # makes it worse and worse
+    finished(*tiny(folder, f"run_dir={run}", "steps=7", "save_every=1", "eval_every=2", "keep_checkpoints=2", *rate))
     best = min((row for row in metrics(run) if "val/loss" in row), key=lambda row: row["val/loss"])["step"]
+    assert best < 6
     assert {path.name for path in checkpoint.steps(run / "checkpoints")} == {f"step-{step:08d}" for step in {best, 6, 7}}
     assert (run / "checkpoints" / "best").resolve().name == f"step-{best:08d}"
+    finished(f"resume={run}", "steps=9")
+    assert {path.name for path in checkpoint.steps(run / "checkpoints")} == {f"step-{step:08d}" for step in {best, 8, 9}}
+    assert (run / "checkpoints" / "best").resolve().name == f"step-{best:08d}"
+    about = json.loads((run / "checkpoints" / "latest" / "config.json").read_text())
+    assert about["best_val_loss"] == next(row["val/loss"] for row in metrics(run) if row["step"] == best and "val/loss" in row)
 
 
 def test_a_loss_or_gradient_that_is_not_finite_stops_before_the_weights_move(folder, tmp_path):
@@ -197,6 +204,15 @@ def test_handlers_are_put_back_and_a_signal_is_remembered():
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
+def test_a_second_interrupt_ends_the_process_at_once():
+    if (child := os.fork()) == 0:
+        with StopRequest(Ranks()):
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGINT
+
+
 def test_progress():
     progress = Progress(step=6)
     assert [progress.due(every) for every in (None, 1, 3, 4)] == [False, True, True, False]
@@ -212,26 +228,23 @@ def alive(group: int) -> bool:
 
 
 def test_signals(folder, tmp_path):
-    """SIGTERM and SIGINT: the step is finished and saved. SIGINT twice: it ends at once, and nothing is harmed."""
+    """SIGTERM and SIGINT: the step is finished and saved."""
     long = tiny(folder, "steps=1000000", "eval_every=null", "save_every=5", "wandb.mode=offline")
-    told = {"term": [signal.SIGTERM], "int": [signal.SIGINT], "twice": [signal.SIGINT, signal.SIGINT]}
     with Nursery() as nursery:
-        for name, signals in told.items():
-            run, err = tmp_path / name, tmp_path / f"{name}.err"
+        for number in (signal.SIGTERM, signal.SIGINT):
+            run, err = tmp_path / f"{number}", tmp_path / f"{number}.err"
             process = nursery.start(*long, f"run_dir={run}", err=err)
             while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 8:
                 os.kill(process, 0)
                 time.sleep(0.01)
-            for number in signals:
-                os.killpg(process, number)  # as a terminal or Slurm does: wandb's own process hears it, too
+            os.killpg(process, number)  # as a terminal or Slurm does: wandb's own process hears it, too
             began = time.monotonic()
-            assert nursery.ended(process) == 128 + signals[0]
+            assert nursery.ended(process) == 128 + number
             assert time.monotonic() - began < 30
             assert not alive(process)
             step = state(run)["progress step"]
             assert step >= 8
             assert "Traceback" not in err.read_text()
-            if name != "twice":
-                assert err.read_text().splitlines()[-1] == f"stopped at step {step}, saved: python train.py resume={run} goes on"
-                assert metrics(run)[-1]["step"] == step
+            assert err.read_text().splitlines()[-1] == f"stopped at step {step}, saved: python train.py resume={run} goes on"
+            assert metrics(run)[-1]["step"] == step
             finished(f"resume={run}", f"steps={step + 1}", "wandb.mode=disabled")

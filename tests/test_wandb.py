@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tiny_runs import command, finished, metrics, tiny
 
 from training.reporting import WandbConfig, check_wandb, logged_in
 
+wandb = pytest.importorskip("wandb")
 wandb_pb = pytest.importorskip("wandb.proto.wandb_internal_pb2")
 
 
@@ -23,8 +25,28 @@ def nobody(monkeypatch, tmp_path):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
 
 
+@pytest.fixture
+def dead_server(monkeypatch):
+    """A key, and a server that does not answer, on which wandb gives up after a moment, not after a run's 20 seconds."""
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    settings = wandb.Settings
+    monkeypatch.setattr(wandb, "Settings", lambda **given: settings(**{**given, "init_timeout": 2}))
+
+
 def records(run: Path) -> list[list]:
-    """What the run's offline files hold, oldest file first: lists of records. A file is a LevelDB log after a header of 7 bytes:
+    """What the run's offline files hold once they are complete (wandb's own process writes them), oldest file first."""
+    limit = time.monotonic() + 20
+    while True:
+        files = read(run)
+        complete = all(any(record.WhichOneof("record_type") == "exit" for record in file) for file in files)
+        if complete or time.monotonic() > limit:
+            return files
+        time.sleep(0.1)
+
+
+def read(run: Path) -> list[list]:
+    """Lists of records. A file is a LevelDB log after a header of 7 bytes:
     blocks of 32 KiB, in which chunks (checksum, length, kind, bytes) make up records; kinds 1 and 4 end one."""
     files = []
     for path in sorted(run.glob("wandb/offline-run-*/*.wandb")):
@@ -101,19 +123,14 @@ def test_online_without_a_key_is_refused_before_anything_is_written(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_online_with_a_key_and_no_network_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+def test_online_with_a_key_and_no_network_leaves_nothing(tmp_path, dead_server):
     refused = command(*tiny(tmp_path, f"run_dir={tmp_path}/run", "wandb.mode=online"))
     assert refused.status == 1
     assert "wandb.mode=online failed" in refused.last
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow  # wandb tries for 20 seconds
-def test_unset_with_a_key_and_no_network_logs_offline(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+def test_unset_with_a_key_and_no_network_logs_offline(tmp_path, dead_server):
     run = tmp_path / "run"
     with pytest.warns(UserWarning, match="logging offline"):
         finished(*tiny(tmp_path, f"run_dir={run}", "wandb.mode=null", "steps=2"))

@@ -1,6 +1,7 @@
 """Counted floating-point operations, and what this device can do of them a second."""
 
 import time
+from functools import cache
 
 import torch
 
@@ -19,6 +20,7 @@ def flops_per_token(model: Transformer) -> float:
     return 6.0 * matmul_parameters(model) + 12.0 * scores
 
 
+@cache  # the runs of a sweep measure it once
 def matmul_peak(device: torch.device, dtype: torch.dtype, size: int = 1024) -> float:
     """FLOP/s of the best of several square matrix products: the yardstick for the share of peak that training reaches."""
     size = size if device.type == "cpu" else 8 * size
