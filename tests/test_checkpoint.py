@@ -100,8 +100,8 @@ def test_all_of_it_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     synced, renamed = set(), []
     opening, syncing, renaming = os.open, os.fsync, Path.rename
 
-    def sees_open(path, *flags):
-        opened[number := opening(path, *flags)] = Path(path)
+    def sees_open(path, *flags, **named):
+        opened[number := opening(path, *flags, **named)] = Path(path)
         return number
 
     def sees_sync(number):
