@@ -23,12 +23,6 @@ from weights import load
 from weights.export import export
 
 
-class Prefixed(TiktokenTokenizer):
-    """Bytes, and an "a" before every text."""
-
-    prefix = [ord("a")]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("train")
@@ -201,7 +195,8 @@ def test_a_sweep_gives_each_run_its_folder_and_ends_with_a_table(folder, tmp_pat
 
 
 def test_a_sample_begins_as_the_tokenizers_makers_want():
-    tokenizer = Prefixed("bytes", BYTES.pattern, BYTES.ranks, BYTES.special)
+    tokenizer = TiktokenTokenizer("bytes", BYTES.pattern, BYTES.ranks, BYTES.special)
+    tokenizer.prefix = [ord("a")]
     model = successor_model(b"abcdef", end=tokenizer.end_of_text)
     assert sample(model, tokenizer, "") == "bcdef"
     assert sample(model, tokenizer, "cd") == "cdef"
