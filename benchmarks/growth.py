@@ -20,7 +20,7 @@ import model.attention
 from benchmarks.harness import RESULTS, as_row, interleave, store
 from model import ModelConfig, Transformer
 from model.attention import scaled_dot_product_attention
-from training.device import reuse_memory
+from training.device import set_up
 from training.objective import NextTokenLoss
 from training.optimizer import OptimizerConfig, clip_gradients, make_optimizer
 from training.plan import Allocations
@@ -102,7 +102,7 @@ def plot(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    reuse_memory()
+    set_up(torch.device("cpu"), compiled=False)
     rows: list[dict[str, Any]] = []
     for axis, values in AXES.items():
         for value in values:

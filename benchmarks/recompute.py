@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.harness import as_row, forget_peak, in_a_process, interleave, resident, store
 from model import ModelConfig, Transformer
-from training.device import reuse_memory
+from training.device import set_up
 from training.objective import NextTokenLoss, recompute_blocks
 from training.optimizer import OptimizerConfig, clip_gradients, make_optimizer
 
@@ -60,7 +60,7 @@ def memory(shape: tuple[int, ...]) -> dict[str, int]:
 
 
 def time(shape: tuple[int, ...]) -> Any:
-    reuse_memory()
+    set_up(torch.device("cpu"), compiled=False)
     return interleave({"kept": trainee(shape, False), "recomputed": trainee(shape, True)}, turns=5)
 
 

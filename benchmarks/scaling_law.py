@@ -21,7 +21,7 @@ from data.prepare import prepare
 from data.source import DataConfig
 from data.tokenizer import TokenizerConfig
 from model import ModelConfig, Transformer
-from training.device import reuse_memory
+from training.device import set_up
 from training.evaluate import evaluate
 from training.flops import flops_per_token, matmul_parameters
 from training.objective import NextTokenLoss
@@ -91,7 +91,7 @@ def plot(runs: list[Run], law: str) -> None:
 
 
 def main() -> None:
-    reuse_memory()
+    set_up(torch.device("cpu"), compiled=False)
     began = time.perf_counter()
     corpus = prepare(DataConfig(), TokenizerConfig(name="bytes"), CONTEXT)
     windows, held_out = Windows(corpus.train, CONTEXT, seed=0), Windows(corpus.val, CONTEXT, seed=None)

@@ -15,7 +15,7 @@ import torch
 from benchmarks.decode import pair, preset
 from benchmarks.harness import as_row, forget_peak, in_a_process, interleave, resident, store
 from model import ModelConfig, Transformer
-from training.device import reuse_memory
+from training.device import set_up
 from training.flops import flops_per_token, matmul_peak
 from training.objective import NextTokenLoss
 from training.optimizer import OptimizerConfig, clip_gradients, make_optimizer
@@ -108,7 +108,7 @@ def contestants(name: str, checkout: str | None) -> dict[str, Callable[[], Step]
 
 def peak(name: str, checkout: str | None, contestant: str) -> int:
     """Bytes that weights, gradients, optimizer and a step take together, at the most; in a process of its own."""
-    reuse_memory()
+    set_up(torch.device("cpu"), compiled=False)
     ours("experiment=shakespeare_cpu", OptimizerConfig())()  # loads what is used first
     before = resident()
     step = contestants(name, checkout)[contestant]()
@@ -119,7 +119,7 @@ def peak(name: str, checkout: str | None, contestant: str) -> int:
 
 
 def main(checkout: str | None = None) -> None:
-    reuse_memory()
+    set_up(torch.device("cpu"), compiled=False)
     rows, cpu = [], torch.device("cpu")
     matmul = matmul_peak(cpu, torch.float32)
     for name, (config, batch, length) in SHAPES.items():
@@ -128,7 +128,7 @@ def main(checkout: str | None = None) -> None:
         timings = interleave(built, turns=5 if large else 15, warmup=1 if large else 3)
         row = as_row({"shape": name, "sequences": batch, "tokens of each": length}, timings, "sprout")
         del built
-        work = batch * length * flops_per_token(Transformer(config), length)
+        work = batch * length * flops_per_token(Transformer(replace(config, context_length=length)))
         row["share of the matmul peak"] = {who: round(work / t.median / matmul, 3) for who, t in timings.items()}
         if large:
             row["bytes at the peak"] = {who: in_a_process(peak, name, checkout, who) for who in timings}
