@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
@@ -116,10 +117,10 @@ def test_products_lose_nothing(dtype):
     torch.testing.assert_close(matrix_vector(x, weight, bias).double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-4)
 
 
+@torch._inductor.config.patch({"cpp.cxx": ("/nonexistent/c++",)})
 def test_no_compiler_is_told_and_decoding_goes_on_without(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nonexistent/c++",))
     torch.compiler.reset()
     model, prompts = tiny(), random_ids(2, 5).tolist()
     with pytest.warns(UserWarning, match="could not be compiled and goes on without: .*compiler") as told:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config
 from tiny_models import BYTES, successor_model
 from tiny_runs import command, configured, contents, differing, finished, metrics, state, tiny, trained
 
@@ -202,10 +203,10 @@ def test_a_sample_begins_as_the_tokenizers_makers_want():
     assert sample(model, tokenizer, "cd") == "cdef"
 
 
+@torch._inductor.config.patch({"cpp.cxx": ("/nonexistent/c++",)})
 def test_no_compiler_is_told_and_the_run_goes_on_without(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nonexistent/c++",))
     both = []
     for name, compiled in (("compiled", "true"), ("eager", "false")):
         told = finished(*tiny(folder, f"run_dir={tmp_path}/{name}", f"compile={compiled}", "steps=2"))
