@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import model.attention
-from benchmarks.harness import RESULTS, as_row, interleave, store
+from benchmarks.harness import RESULTS, as_row, interleave, store, training_step
 from model import ModelConfig, Transformer
 from model.attention import scaled_dot_product_attention
 from training.device import set_up
 from training.objective import NextTokenLoss
-from training.optimizer import OptimizerConfig, clip_gradients, make_optimizer
+from training.optimizer import OptimizerConfig, make_optimizer
 from training.plan import Allocations
 
 BASE = ModelConfig(vocab_size=8192, context_length=256, n_layers=4, n_heads=4, d_model=192)
@@ -56,17 +56,8 @@ LOSSES: dict[str, Callable[[Transformer], nn.Module]] = {"sprout": NextTokenLoss
 def trainee(config: ModelConfig, batch: int, loss: Callable[[Transformer], nn.Module]) -> Callable[[], None]:
     torch.manual_seed(0)
     objective = loss(Transformer(config))
-    optimizer = make_optimizer(OptimizerConfig(), objective)
     ids = torch.zeros(batch, config.context_length + 1, dtype=torch.long)
-
-    def step() -> None:
-        loss_sum, _ = objective(ids[:, :-1], ids[:, 1:])
-        (loss_sum / ids[:, 1:].numel()).backward()
-        clip_gradients(objective.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
+    return training_step(objective, make_optimizer(OptimizerConfig(), objective), ids)
 
 
 def counted(config: ModelConfig, batch: int, loss: Callable[[Transformer], nn.Module]) -> int:

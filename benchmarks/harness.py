@@ -15,6 +15,9 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+from training.optimizer import clip_gradients
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -42,6 +45,19 @@ def interleave(contestants: Mapping[str, Callable[[], object]], turns: int = 7, 
             if turn >= warmup:
                 seconds[name].append(time.perf_counter() - started)
     return {name: timing(times) for name, times in seconds.items()}
+
+
+def training_step(objective: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> Callable[[], None]:
+    """Forward, backward, clipping and update on one batch of ids (b, t + 1), as often as it is called."""
+
+    def step() -> None:
+        loss, n = objective(ids[:, :-1], ids[:, 1:])
+        (loss / n).backward()
+        clip_gradients(objective.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def timing(times: list[float]) -> Timing:

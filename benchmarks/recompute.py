@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import as_row, forget_peak, in_a_process, interleave, resident, store
+from benchmarks.harness import as_row, forget_peak, in_a_process, interleave, resident, store, training_step
 from model import ModelConfig, Transformer
 from training.device import set_up
 from training.objective import NextTokenLoss, recompute_blocks
-from training.optimizer import OptimizerConfig, clip_gradients, make_optimizer
+from training.optimizer import OptimizerConfig, make_optimizer
 
 SHAPES = {  # name: (layers, heads, d_model, vocab, context, batch)
     "6 x 192, 8 sequences of 256": (6, 6, 192, 4096, 256, 8),
@@ -30,17 +30,8 @@ def trainee(shape: tuple[int, ...], recompute: bool) -> Any:
     objective = NextTokenLoss(Transformer(config))
     if recompute:
         recompute_blocks(objective.model)
-    optimizer = make_optimizer(OptimizerConfig(), objective.model)
     ids = torch.randint(0, vocab, (batch, context + 1))
-
-    def step() -> None:
-        loss, n = objective(ids[:, :-1], ids[:, 1:])
-        (loss / n).backward()
-        clip_gradients(objective.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
+    return training_step(objective, make_optimizer(OptimizerConfig(), objective.model), ids)
 
 
 def memory(shape: tuple[int, ...]) -> dict[str, int]:

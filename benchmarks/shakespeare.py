@@ -4,7 +4,6 @@
 which a copy is run with a seed of its own. Every loss is over the whole validation split (the last tenth), in windows of 64.
 """
 
-import importlib.util
 import pickle
 import re
 import shutil
@@ -22,6 +21,7 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks.harness import RESULTS, store
+from benchmarks.train_step import nanogpt_module
 
 STEPS, SEEDS, CONTEXT = 2000, (0, 1, 2), 64
 DEADLINES = (30, 60)  # seconds, everything included
@@ -83,11 +83,7 @@ def prepared(text: Path, folder: Path) -> tuple[np.ndarray, Callable[[Path], flo
     ids[:cut].tofile(data / "train.bin")
     ids[cut:].tofile(data / "val.bin")
     (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(known)}))
-    spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
-    assert spec and spec.loader
-    module: Any = importlib.util.module_from_spec(spec)
-    sys.modules["nanogpt_model"] = module
-    spec.loader.exec_module(module)
+    module = nanogpt_module(folder)
 
     @torch.no_grad()
     def loss(checkpoint: Path) -> float:

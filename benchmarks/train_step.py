@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from benchmarks.decode import pair, preset
-from benchmarks.harness import as_row, forget_peak, in_a_process, interleave, resident, store
+from benchmarks.harness import as_row, forget_peak, in_a_process, interleave, resident, store, training_step
 from model import ModelConfig, Transformer
 from training.device import set_up
 from training.flops import flops_per_token, matmul_peak
 from training.objective import NextTokenLoss
-from training.optimizer import OptimizerConfig, clip_gradients, make_optimizer
+from training.optimizer import OptimizerConfig, make_optimizer
 
 TINY = ModelConfig(vocab_size=65, context_length=64, n_layers=4, n_heads=4, d_model=128, mlp="relu2", qk_norm=True)
 GPT2 = ModelConfig(**{**preset("gpt2"), "vocab_size": 50304})
@@ -37,17 +37,9 @@ def ours(name: str, optimizer: OptimizerConfig, compile: bool = False) -> Step:
     config, batch, length = SHAPES[name]
     objective = NextTokenLoss(Transformer(config))
     updates = make_optimizer(optimizer, objective.model)
-    ids = tokens(config, batch, length)
-    run = torch.compile(objective) if compile else objective
-
-    def step() -> None:
-        loss, n = run(ids[:, :-1], ids[:, 1:])
-        (loss / n).backward()
-        clip_gradients(objective.parameters(), 1.0)
-        updates.step()
-        updates.zero_grad(set_to_none=True)
-
-    return step
+    if compile:
+        objective.compile()
+    return training_step(objective, updates, tokens(config, batch, length))
 
 
 def theirs(name: str) -> Step:
@@ -57,14 +49,19 @@ def theirs(name: str) -> Step:
     return plain_step(model.train(), lambda: model(input_ids=ids[:, :-1], labels=ids[:, :-1]).loss)
 
 
+def nanogpt_module(checkout: Path) -> Any:
+    """Its model.py."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", checkout / "model.py")
+    assert spec and spec.loader
+    module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def nanogpt(name: str, checkout: str, compile: bool = False) -> Step:
     """As its train.py does it on a CPU."""
     config, batch, length = SHAPES[name]
-    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(checkout) / "model.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["nanogpt_model"] = module
-    spec.loader.exec_module(module)
+    module = nanogpt_module(Path(checkout))
     shape: dict[str, Any] = {"n_layer": config.n_layers, "n_head": config.n_heads, "n_embd": config.d_model, "dropout": 0.0}
     gpt = module.GPTConfig(block_size=config.context_length, vocab_size=config.vocab_size, bias=False, **shape)
     model = module.GPT(gpt)
