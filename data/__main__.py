@@ -5,8 +5,11 @@ import json
 import sys
 from typing import Any
 
+import numpy as np
+
 from data.prepare import Corpus, prepare
 from data.source import DataConfig
+from data.token_file import TokenFile
 from data.tokenizer import TokenizerConfig
 
 
@@ -31,11 +34,23 @@ def show(corpus: Corpus) -> None:
     for name, tokens in (("train", corpus.train), ("val", corpus.val)):
         print(
             f"{name:5}: {tokens.n_documents:,} documents, {tokens.n_tokens:,} tokens, "
-            f"{tokens.n_bytes / tokens.n_tokens:.2f} bytes a token, {tokens.n_tokens / tokens.n_documents:,.0f} tokens a document"
+            f"{tokens.n_bytes / max(1, tokens.n_tokens):.2f} bytes a token, "
+            f"longest document {longest(tokens, corpus.tokenizer.end_of_text):,} tokens"
         )
     for start in range(0, min(192, corpus.train.n_tokens), 64):
         row = corpus.train.read(start, min(start + 64, corpus.train.n_tokens))
         print(f"\ntokens {start} to {start + len(row)}: {row[:8].tolist()} ...\n{corpus.tokenizer.decode(row.tolist())}")
+
+
+def longest(tokens: TokenFile, end_of_text: int) -> int:
+    """Of the documents, without their end-of-text."""
+    best = here = 0
+    for block in tokens.blocks():
+        ends = np.flatnonzero(block == end_of_text)
+        if len(ends):
+            best, here = max(best, here + int(ends[0]), int(np.diff(ends, prepend=ends[0]).max()) - 1), -int(ends[-1]) - 1
+        here += len(block)
+    return max(best, here)
 
 
 if __name__ == "__main__":

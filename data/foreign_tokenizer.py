@@ -87,6 +87,8 @@ class ForeignTokenizer(Tokenizer):
         (folder / "tokenizer.json").write_text(self.json, encoding="utf-8")
         settings = {**self.settings, "eos_token": self.tokenizer.id_to_token(self.end_of_text)}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+        if len(self.ends) > 1:
+            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": self.ends}))
         if self.chat_template is not None:
             (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
 

@@ -89,7 +89,9 @@ class OneToken(TorchFunctionMode):
         if func is F.linear and args[0].numel() == args[0].size(-1):  # several rows share what is read: a library's case
             func = matrix_vector
         elif func is F.scaled_dot_product_attention:
-            return torch.ops.sprout.attention(*args, kwargs["attn_mask"])
+            narrow = args[0].device.type == "cpu" and args[0].element_size() < 4  # where a CPU's kernel may be slow
+            func = written_out if narrow else torch.ops.sprout.attention
+            return func(*args, kwargs["attn_mask"])
         return func(*args, **(kwargs or {}))
 
 
@@ -98,6 +100,14 @@ def matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     wide = torch.promote_types(x.dtype, torch.float32)
     y = (x.to(wide).unsqueeze(-2) * weight.to(wide)).sum(dim=-1)
     return (y if bias is None else y + bias).to(x.dtype)
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d) + mask) v: q (..., t, d) with a small t, k and v (..., s, d), summed in float32 at least."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.to(wide).unsqueeze(-2) * k.to(wide).unsqueeze(-3)).sum(dim=-1) / q.size(-1) ** 0.5
+    weights = (scores + mask).softmax(dim=-1)
+    return (weights.unsqueeze(-1) * v.to(wide).unsqueeze(-3)).sum(dim=-2).to(q.dtype)
 
 
 OPERATORS = torch.library.Library("sprout", "DEF")  # (torch.library.custom_op takes 0.1 ms a call)

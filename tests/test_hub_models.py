@@ -47,6 +47,7 @@ def models(tmp_path_factory) -> Path:
         (owner / "whole" / name).parent.mkdir(exist_ok=True)
         (owner / "whole" / name).write_text("large, and of no use here")
     (owner / "whole" / "tokenizer.json").write_text("{}")
+    (owner / "whole" / "chat_template.jinja").write_text("{{ messages }}")
     save_random("gpt2", owner / "sharded", max_shard_size="10KB")
     save_random("qwen3", owner / "gated")
     save_random("mistral", owner / "mixture")
@@ -70,6 +71,7 @@ def test_a_name_is_fetched_once_and_only_what_is_needed(models, tmp_path):
     for name in ("owner/whole", "owner/sharded"):
         assert first[name][1] > 5000 and first[name] == again[name] == offline[name]
     assert {path.name for path in Path(first["owner/whole"][0]).iterdir()} == {
+        "chat_template.jinja",
         "config.json",
         "generation_config.json",
         "model.safetensors",

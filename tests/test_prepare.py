@@ -406,7 +406,8 @@ def test_inspection_shows_what_the_model_sees(tmp_path):
         "1 documents, 1,598 tokens",
         "2 documents, 180 tokens",
         "1.00 bytes a token",
-        "tokens a document",
+        "longest document 1,598 tokens",
+        "longest document 152 tokens",
         "It was a bright cold day",
     ):
         assert part in shown.stdout

@@ -73,6 +73,7 @@ def test_overwrite_replaces_a_run_and_nothing_but_a_run(run, folder, tmp_path):
 
 def test_an_empty_folder_is_fine(folder, tmp_path):
     finished(*tiny(folder, f"run_dir={tmp_path}", "steps=1"))
+    assert metrics(tmp_path)[-1]["step"] == 1
 
 
 @pytest.mark.parametrize("more", [["overwrite=true"], []])

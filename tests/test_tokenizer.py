@@ -297,7 +297,10 @@ def test_the_end_of_text_comes_from_whichever_file_names_it(tmp_path):
     byte_level(tmp_path).save(tmp_path / "saved")
     assert load_tokenizer(tmp_path / "saved").end_of_text == 1
     assert byte_level(tmp_path, eos_token="<|end|>").end_of_text == 0
-    assert byte_level(tmp_path, eos_token="<|end|>").ends == [0, 1]  # all that end the text of a chat model
+    chat = byte_level(tmp_path, eos_token="<|end|>")
+    assert chat.ends == [0, 1]  # all that end the text of a chat model
+    chat.save(tmp_path / "chat")
+    assert load_tokenizer(tmp_path / "chat").ends == [0, 1]
 
 
 def test_a_chat_template_is_kept(tmp_path):

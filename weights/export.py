@@ -35,16 +35,16 @@ def export(source: str | Path, out: Path) -> str:
 
     def write(folder: Path) -> None:
         save_file(to_theirs(model, to_model_config(described), family), folder / "model.safetensors", {"format": "pt"})
+        if isinstance(tokenizer, TiktokenTokenizer):
+            save_tokenizer(tokenizer, folder, model.config.context_length)
+        else:
+            tokenizer.save(folder)  # in the format it came in
         ids = special_ids(tokenizer)
         dtype = str(model.embed.weight.dtype).removeprefix("torch.")
         write_json(folder / "config.json", {**described, **ids, "torch_dtype": dtype})
         # Ids that only pad the head are never chosen here: nor should they be there.
         padding = list(range(tokenizer.n_vocab, model.embed.num_embeddings))
         write_json(folder / "generation_config.json", {**ids, **({"suppress_tokens": padding} if padding else {})})
-        if isinstance(tokenizer, TiktokenTokenizer):
-            save_tokenizer(tokenizer, folder, model.config.context_length)
-        else:
-            tokenizer.save(folder)  # in the format it came in
         (folder / "README.md").write_text(model_card(Path(source), out.name, model, family))
 
     write_folder(out, write)

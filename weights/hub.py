@@ -5,7 +5,7 @@ from pathlib import Path
 
 from weights.huggingface_config import read_config
 
-FILES = ["*config.json", "tokenizer.json", "model*.safetensors*"]
+FILES = ["*config.json", "tokenizer.json", "chat_template.jinja", "model*.safetensors*"]
 PAUSES = (0.5, 1, 2, 4)  # seconds between questions to a busy hub
 MEANING = {  # of the client's errors
     "GatedRepoError": "{name} is gated: accept its terms on {hub}/{repo}, then run `hf auth login`",
