@@ -29,8 +29,8 @@ from training.optimizer import OptimizerConfig, clip_gradients, make_optimizer, 
 from training.ranks import Ranks
 from training.schedule import ScheduleConfig, learning_rate_share
 
-BUDGETS = (3e11, 1e12, 3e12)  # floating-point operations
-SIZES = ((1, 32), (2, 48), (2, 80), (3, 112), (4, 160), (5, 224))  # (layers, d_model)
+BUDGETS = (2e11, 6e11, 2e12)  # floating-point operations
+SIZES = ((1, 32), (1, 48), (2, 48), (2, 64), (2, 96), (3, 128))  # (layers, d_model)
 CONTEXT, BATCH = 128, 8
 OPTIMIZER = OptimizerConfig(name="muon", lr=0.02)
 SCHEDULE = ScheduleConfig(name="wsd", warmup_steps=10, final=0.0, decay_fraction=0.6)

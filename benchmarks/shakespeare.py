@@ -63,13 +63,13 @@ def nanogpt(text: Path, checkout: Path, steps: int, seed: int) -> Curve:
         saved: list[tuple[float, Path]] = []
         evaluated = None
         for seconds, line in lines(command, folder):
-            if line.startswith("step "):
+            if line.startswith("step ") and not line.startswith("step 0:"):  # which saves nothing
                 evaluated = seconds
             elif line.startswith("iter ") and evaluated is not None:  # and so its checkpoint is written
                 kept = shutil.copy(folder / "out-shakespeare-char" / "ckpt.pt", folder / f"{len(saved)}.pt")
                 saved.append((evaluated, Path(kept)))
                 evaluated = None
-        return [(seconds, loss(kept)) for seconds, kept in saved[1:]]
+        return [(seconds, loss(kept)) for seconds, kept in saved]
 
 
 def prepared(text: Path, folder: Path) -> tuple[np.ndarray, Callable[[Path], float]]:

@@ -53,7 +53,7 @@ def in_tokenizers(ours: TiktokenTokenizer) -> tokenizers.Tokenizer:
     return theirs
 
 
-def main(turns: int = 7) -> None:
+def main(turns: int = 15) -> None:
     texts = [text for path in module_files() if (text := path.read_text())][::2]
     n_bytes = sum(len(text.encode()) for text in texts)
     ours = vocabulary(texts)

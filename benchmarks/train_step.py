@@ -67,7 +67,8 @@ def nanogpt(name: str, checkout: str, compile: bool = False) -> Step:
     model = module.GPT(gpt)
     run = torch.compile(model) if compile else model
     ids = tokens(config, batch, length)
-    return plain_step(model, lambda: run(ids[:, :-1], ids[:, 1:])[1])
+    x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    return plain_step(model, lambda: run(x, y)[1])
 
 
 def plain_step(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> Step:
