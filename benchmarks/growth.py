@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -85,6 +86,8 @@ def plot(rows: list[dict[str, Any]]) -> None:
         for panel in panels[:, column]:
             panel.set(xscale="log", yscale="log")
             panel.set_xticks(values, [str(value) for value in values])
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            panel.yaxis.set_major_formatter("{x:g}")
             panel.minorticks_off()
     panels[0, 0].set(ylabel="seconds a step")
     panels[1, 0].set(ylabel="MiB of activations")
