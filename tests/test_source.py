@@ -187,6 +187,15 @@ def test_the_standard_library_is_modules_without_tests():
     assert not parts & {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages"}
 
 
+def test_a_module_that_is_not_utf8_is_left_out(tmp_path, monkeypatch):
+    (tmp_path / "json").mkdir()
+    for n in range(100):
+        (tmp_path / "json" / f"part{n}.py").write_text("pass\n")
+    (tmp_path / "heapq.py").write_bytes(b"# -*- coding: latin-1 -*-\n# Fran\xe7ois\n")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert sorted(module_files()) == sorted((tmp_path / "json").iterdir())
+
+
 # Settings
 
 
