@@ -66,7 +66,7 @@ def valley(runs: list[Run]) -> tuple[np.ndarray, float, float]:
     """A parabola through loss over ln N, and where its floor lies: coefficients, N and loss there."""
     a, b, c = np.polyfit([log(run.parameters) for run in runs], [run.loss for run in runs], 2)
     at = -b / (2 * a)
-    return np.array([a, b, c]), exp(at), c - b * b / (4 * a)
+    return np.array([a, b, c]), exp(at), float(c - b * b / (4 * a))
 
 
 def power(xs: list[float], ys: list[float]) -> tuple[float, float]:
