@@ -86,6 +86,8 @@ def plot(runs: list[Run], law: str) -> None:
         axes.plot(line, np.polyval(curve, np.log(line)), color=dots.get_color(), alpha=0.5)
         axes.plot(best, floor, "*", color=dots.get_color(), ms=14)
     axes.set(xscale="log", xlabel="parameters N", ylabel="held-out loss (nats a byte)", title=law)
+    axes.minorticks_off()
+    axes.set_xticks([2e4, 5e4, 1e5, 2e5, 5e5], ["20,000", "50,000", "100,000", "200,000", "500,000"])
     axes.legend()
     figure.savefig(RESULTS / "scaling_law.png", dpi=150)
 
