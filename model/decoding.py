@@ -1,12 +1,13 @@
 """The step that writes one more token a row, compiled: a block becomes one kernel instead of some fifty calls.
 
-All blocks of a model share one compilation. It serves every length and room of the cache (both are dynamic), follows the weights
-wherever training takes them (they are arguments, not constants), and is kept on disk for the next process.
+A block is compiled once, and all blocks of a model run the same program. It serves every length and room of the cache (both are
+dynamic), follows the weights wherever training takes them (they are arguments, not constants), and is kept on disk for the next
+process.
 """
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -27,7 +28,8 @@ class Compiled:
     """
 
     def __init__(self, model: Transformer, kv: KVCache):
-        self.model, self.kv, self.failed = model, kv, False
+        self.model, self.kv = model, kv
+        self.checked = self.failed = False
         for layer in kv.layers:
             torch._dynamo.mark_dynamic(layer.keys, 2)
             torch._dynamo.mark_dynamic(layer.values, 2)
@@ -39,11 +41,16 @@ class Compiled:
         # Unbacked, not just dynamic: else a read that fills all the room would be a case of its own.
         torch._dynamo.decorators.mark_unbacked(mask, mask.dim() - 1)
         try:
-            logits = compiled_step()(self.model, tokens, at, mask, self.kv.layers)
+            # Whether a program fits this model (its guards) is looked at when a text begins: that takes as long as a small block.
+            with torch.compiler.set_stance(skip_guard_eval_unsafe=self.checked):
+                logits = compiled(run_head)(
+                    self.model, self.model.transform(tokens, at, mask, self.kv.layers, compiled(run_block))
+                )
         except RuntimeError as error:  # the kinds that torch.compile raises
             self.failed = True
             warnings.warn(f"decoding could not be compiled and goes on without: {reason(error)}", stacklevel=2)
             return self.model(tokens, self.kv)
+        self.checked = True
         self.kv.advance(1)
         return logits
 
@@ -64,21 +71,19 @@ def warm_up(model: Transformer, rows: int) -> float | None:
 
 
 @cache
-def compiled_step() -> Callable[..., Tensor]:
-    """One for the process; torch keeps a program for every shape, dtype and number of rows that it meets."""
-    region = torch.compiler.nested_compile_region(run_block)
-
-    def step(model: Transformer, tokens: Tensor, at: Tensor, mask: Tensor, layers: Sequence[LayerCache]) -> Tensor:
-        x = model.transform(tokens, at, mask, layers, run=region)
-        with OneToken():
-            return model.head(x)
-
-    return torch.compile(step, fullgraph=True, dynamic=False)
+def compiled(part: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """One for the process; torch keeps a program for every structure, dtype and number of rows that it meets."""
+    return torch.compile(part, fullgraph=True, dynamic=False)
 
 
 def run_block(block: Block, x: Tensor, position: Position, at: Tensor, mask: Tensor, layer: LayerCache) -> Tensor:
     with OneToken():
         return block(x, position, at, mask, layer)
+
+
+def run_head(model: Transformer, x: Tensor) -> Tensor:
+    with OneToken():
+        return model.head(x)
 
 
 class OneToken(TorchFunctionMode):

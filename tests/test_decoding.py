@@ -8,7 +8,7 @@ import torch._inductor.config
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
-from model import Sampling, Transformer, generate
+from model import Sampling, Transformer, generate, stream
 from model.cache import BLOCK
 from model.decoding import Compiled, OneToken, matrix_vector, warm_up
 from tests.tiny_models import HEADS, POSITIONS, random_ids, tiny
@@ -144,25 +144,46 @@ def test_compiling_is_for_the_cached_step():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("position", ["rope", "alibi"])  # without a bias on the scores, and with one
-def test_every_kind_of_model(position, rows):
+@pytest.mark.parametrize(
+    ("position", "layout", "dtype", "rows", "most"),
+    [  # rope has no bias on the scores, alibi has one
+        ("rope", "mha", torch.float32, 1, 1e-4),
+        ("rope", "gqa", torch.float64, 3, 1e-10),
+        ("rope", "mqa", torch.bfloat16, 1, 0.5),
+        ("alibi", "gqa", torch.float32, 3, 1e-4),
+        ("alibi", "mha", torch.bfloat16, 1, 0.5),
+    ],
+)
+def test_every_kind_of_model(position, layout, dtype, rows, most):
     torch.compiler.reset()
-    for layout, dtype, most in (("mha", torch.float32, 1e-4), ("gqa", torch.float64, 1e-10), ("mqa", torch.bfloat16, 0.5)):
-        model = tiny(context_length=2 * BLOCK, position=position, n_kv_heads=HEADS[layout], bias=rows == 1, dtype=dtype)
-        with torch.no_grad():
-            assert warm_up(model, rows) is not None
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            assert difference(model, rows, BLOCK - 3, None, 6) < most
+    model = tiny(context_length=2 * BLOCK, position=position, n_kv_heads=HEADS[layout], bias=rows == 1, dtype=dtype)
+    with torch.no_grad():
+        assert warm_up(model, rows) is not None
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert difference(model, rows, BLOCK - 3, None, 6) < most
+
+
+def test_blocks_share_one_compilation():
+    torch.compiler.reset()
+    before = counters["stats"]["unique_graphs"]
+    assert warm_up(tiny(n_layers=3), 1) is not None
+    assert counters["stats"]["unique_graphs"] - before == 2  # a block and the head
 
 
 @pytest.mark.slow
-def test_blocks_share_one_compilation():
-    """What the compiler is given grows by a call or two a block."""
-    captured = []
-    for n_layers in (2, 5):
-        torch.compiler.reset()
-        before = counters["stats"]["calls_captured"]
-        assert warm_up(tiny(n_layers=n_layers), 1) is not None
-        captured.append(counters["stats"]["calls_captured"] - before)
-    assert captured[1] - captured[0] <= 2 * 3  # a block is some fifty calls
+def test_texts_that_take_turns_keep_to_their_own_programs():
+    """The first step of a text looks for the programs that fit its model; the steps of others come between that and the next."""
+    torch.compiler.reset()
+    models = [
+        tiny(seed=1),
+        tiny(seed=2),
+        tiny(seed=4, mlp="relu2", norm="layernorm", bias=True, dtype=torch.float64),
+    ]
+    cases = [(model, random_ids(rows, 4, seed=rows).tolist()) for model, rows in zip(models, (1, 1, 2), strict=True)]
+    texts = [stream(model, prompts, 20, sampling=GREEDY, compile=True) for model, prompts in cases]
+    together = list(zip(*texts, strict=True))
+    for n, (model, prompts) in enumerate(cases):
+        alone = stream(model, prompts, 20, sampling=GREEDY)
+        for one, step in zip(alone, together, strict=True):
+            assert step[n].ids == one.ids
+            torch.testing.assert_close(step[n].logits, one.logits, rtol=0, atol=1e-4)
