@@ -79,8 +79,9 @@ def shakespeare() -> Iterator[Row]:
 
 
 def ablations() -> Iterator[Row]:
-    rows = load("ablations")["rows"]
-    yield ["`experiment=shakespeare_cpu` with", "median of three seeds", "lowest to highest", "costs"]
+    found = load("ablations")
+    rows = found["rows"]
+    yield [f"`experiment=shakespeare_cpu`, {found['steps']:,} steps", "median of three seeds", "lowest to highest", "costs"]
     for row in rows:
         spread = f"{min(row['losses']):.3f} to {max(row['losses']):.3f}"
         yield [row["variant"], f"{row['median']:.3f}", spread, f"{row['median'] - rows[0]['median']:+.3f}"]
@@ -110,6 +111,24 @@ def recompute() -> Iterator[Row]:
         yield [row["shape"], f"{kept / 2**20:.0f} MiB", f"{again / 2**20:.0f} MiB", f"{again / kept:.2f}x", f"{slower:.2f}x"]
 
 
+def finetune() -> Iterator[Row]:
+    found = load("finetune")
+    texts = list(dict.fromkeys(row["held-out text"] for row in found["rows"]))
+    yield [f"{found['model']}: loss (bits per byte) on held-out text", *texts]
+    for trained_on in (None, *texts):
+        cells = {
+            r["held-out text"]: f"{r['loss']:.3f} ({r['bits per byte']:.3f})"
+            for r in found["rows"]
+            if r["finetuned on"] == trained_on
+        }
+        name = (
+            f"finetuned on {trained_on}, {found['steps']} steps of {found['tokens a step']:,} tokens"
+            if trained_on
+            else "as it is"
+        )
+        yield [name, *(cells[text] for text in texts)]
+
+
 def tokenize_speed() -> Iterator[Row]:
     row = load("tokenize_speed")["rows"][0]
     yield ["tokenising, MB/s", *row["MB/s"]]
@@ -127,7 +146,19 @@ def plan() -> Iterator[Row]:
 
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     f.__name__: f
-    for f in (decode, context_growth, train_step, shakespeare, ablations, ranks, scaling, recompute, tokenize_speed, plan)
+    for f in (
+        decode,
+        context_growth,
+        train_step,
+        shakespeare,
+        ablations,
+        finetune,
+        ranks,
+        scaling,
+        recompute,
+        tokenize_speed,
+        plan,
+    )
 }
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from model.cache import LayerCache
 from model.config import check_heads
+from model.linear import Linear
 from model.positions import Position
 
 
@@ -85,10 +86,10 @@ class MultiHeadAttention(nn.Module):
         self.head_width = head_dim or d_model // n_heads
         self.dropout = dropout
         heads = self.n_heads + 2 * self.n_kv_heads
-        self.qkv = nn.Linear(d_model, heads * self.head_width, bias=bias if qkv_bias is None else qkv_bias)
+        self.qkv = Linear(d_model, heads * self.head_width, bias=bias if qkv_bias is None else qkv_bias)
         self.q_norm = HeadNorm(self.head_width, eps=norm_eps) if qk_norm else nn.Identity()
         self.k_norm = HeadNorm(self.head_width, eps=norm_eps) if qk_norm else nn.Identity()
-        self.out = nn.Linear(n_heads * self.head_width, d_model, bias=bias)
+        self.out = Linear(n_heads * self.head_width, d_model, bias=bias)
 
     def project(self, x: Tensor, position: Position, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(b, t, d_model) -> queries (b, h, t, d), keys and values (b, kv_heads, t, d), positions applied."""

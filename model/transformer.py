@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from model.attention import MultiHeadAttention, attention_mask
 from model.cache import KVCache, LayerCache
 from model.config import ModelConfig
+from model.linear import Linear
 from model.positions import Position, make_position
 
 
@@ -32,8 +33,8 @@ class Gelu(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int, bias: bool):
         super().__init__()
-        self.up = nn.Linear(d_model, d_ff, bias=bias)
-        self.down = nn.Linear(d_ff, d_model, bias=bias)
+        self.up = Linear(d_model, d_ff, bias=bias)
+        self.down = Linear(d_ff, d_model, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x), approximate="tanh"))
@@ -51,8 +52,8 @@ class SwiGLU(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int, bias: bool):
         super().__init__()
-        self.up = nn.Linear(d_model, 2 * d_ff, bias=bias)
-        self.down = nn.Linear(d_ff, d_model, bias=bias)
+        self.up = Linear(d_model, 2 * d_ff, bias=bias)
+        self.down = Linear(d_ff, d_model, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.up(x).chunk(2, dim=-1)
@@ -104,7 +105,7 @@ class Transformer(nn.Module):
         self.dropout = make_dropout(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = make_norm(config)
-        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.head = Linear(config.d_model, config.vocab_size, bias=False)
         self.initialise()
         self.tie()
 
