@@ -64,13 +64,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def joined(arguments: list[str]) -> list[str]:
     """`--prompt -x` as `--prompt=-x`: what follows these options is text, even if it begins with a dash."""
-    found: list[str] = []
-    for argument in arguments:
-        if found and found[-1] in ("--prompt", "--stop"):
-            found[-1] += f"={argument}"
-        else:
-            found.append(argument)
-    return found
+    rest = iter(arguments)
+    return [f"{a}={b}" if a in ("--prompt", "--stop") and (b := next(rest, None)) is not None else a for a in rest]
 
 
 def read_prompt(args: argparse.Namespace) -> str:

@@ -90,7 +90,7 @@ def measure(shape: dict[str, Any], dtype: torch.dtype, rows: int, bandwidth: flo
         return lambda: texts.update({name: run[name](NEW)})
 
     prefills = interleave({name: partial(run[name], 1) for name in (THEIRS, EAGER)}, turns=3, warmup=0)
-    wholes = interleave({name: whole(name) for name in run}, turns=3 if rows == 1 else 1, warmup=0)
+    wholes = interleave({name: whole(name) for name in run}, turns=5 if rows == 1 else 3, warmup=0)
     step = {name: (wholes[name].median - prefills.get(name, prefills[EAGER]).median) / (NEW - 1) for name in run}
     needed = bytes_read(ours, rows, PROMPT + NEW / 2)
     return {

@@ -1,8 +1,13 @@
 """The keys and values of every token seen: a prefix is computed once, not again for each new token.
 
-A key or value never changes when text is appended, since no token sees a later one. Row r holds its tokens
-0 .. lengths[r] - 1 in the slots of the same number (slot = position), so rows of unequal length need no
-padding. What lies beyond a row's length is never visible, and is overwritten as the row grows.
+A key or value never changes when text is appended, since no token sees a later one. (A query is used once, by its own
+token, and not kept.) Row r holds its tokens 0 .. lengths[r] - 1 in the slots of the same number (slot = position). What lies
+beyond a row's length, like the padding of a shorter prompt, is never visible, and is overwritten as the row grows:
+
+    cache = model.new_cache(2)
+    model(prompts, cache)   # (2, 5): the second has 3 tokens, padded at its end
+    cache.cut([5, 3])       # forget the padding
+    model(newest, cache)    # (2, 1): go to slots 5 and 3, and read what came before
 """
 
 import copy
@@ -13,7 +18,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 
-BLOCK = 128  # keys are read in whole blocks: shapes repeat, and the cost follows what is filled
+BLOCK = 128  # reads end at a multiple of this: shapes repeat, and the cost follows what is filled
 
 
 @dataclass
@@ -28,13 +33,13 @@ class LayerCache:
         for slots, new in ((self.keys, k.to(self.keys.dtype)), (self.values, v.to(self.values.dtype))):
             if at.dim() == 1:
                 slots.index_copy_(2, at, new)
-            else:
+            else:  # rows differ: the index tensors come first, (b, t, kv_heads, d)
                 slots[torch.arange(new.size(0), device=at.device)[:, None], :, at] = new.transpose(1, 2)
         return self.keys[:, :, :read], self.values[:, :, :read]
 
 
 class KVCache:
-    """Room for `capacity` tokens a row, allocated once by the caller; `Transformer.forward` fills it."""
+    """Room for `capacity` tokens a row, 2 x layers x kv_heads x head width numbers each; `Transformer.forward` fills it."""
 
     def __init__(
         self,
@@ -75,7 +80,7 @@ class KVCache:
         self.lengths.copy_(torch.tensor(lengths))
         self.longest = max(lengths)
 
-    def copy(self, other: "KVCache", rows: list[int]) -> None:
+    def copy_from(self, other: "KVCache", rows: list[int]) -> None:
         """Row r becomes what row rows[r] of another cache is."""
         for mine, its in zip(self.layers, other.layers, strict=True):
             mine.keys[:, :, : other.longest] = its.keys[rows, :, : other.longest]
@@ -83,7 +88,8 @@ class KVCache:
         self.cut(other.lengths[rows].tolist())
 
     def row(self, r: int) -> "KVCache":
-        """A cache that is row r of this one: it starts empty, and writes into the same memory."""
+        """A cache that is row r of this one: it starts empty, and writes into the same memory, `lengths` too. The whole one's
+        `longest` does not follow: `cut` it afterwards."""
         one = copy.copy(self)
         one.layers = [LayerCache(layer.keys[r : r + 1], layer.values[r : r + 1]) for layer in self.layers]
         one.lengths = self.lengths[r : r + 1].zero_()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,8 +104,8 @@ def stream(
     rows = [Row(list(prompt), max(0, len(prompt) - model.config.context_length)) for prompt in prompts]
     weight = model.embed.weight
     chooser = Chooser(sampling or Sampling(), prompts, seeds, weight.size(0), n_vocab, weight.device)
-    scorer = Cached(model, rows, max_new_tokens, compile) if use_cache else Recomputed(model)
-    return run(model, rows, max_new_tokens, scorer, chooser, set(stop_ids), until, overflow)
+    score = Cached(model, rows, max_new_tokens, compile).logits if use_cache else partial(recomputed, model)
+    return run(model, rows, max_new_tokens, score, chooser, set(stop_ids), until, overflow)
 
 
 def check(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, overflow: str) -> None:
@@ -134,7 +134,7 @@ def run(
     model: Transformer,
     rows: list[Row],
     max_new_tokens: int,
-    scorer: "Scorer",
+    score: Callable[[list[Row]], Tensor],
     chooser: Chooser,
     stop_ids: set[int],
     until: Callable[[int, int], bool] | None,
@@ -143,7 +143,7 @@ def run(
     context, modules = model.config.context_length, list(model.modules())
     for n in range(1, max_new_tokens + 1):
         with evaluating(modules):
-            logits = scorer.logits(rows)
+            logits = score(rows)
             chosen = chooser.choose(logits).tolist()
         ids: list[int | None] = [None] * len(rows)
         for r, (row, token) in enumerate(zip(rows, chosen, strict=True)):
@@ -176,24 +176,13 @@ def evaluating(modules: list[nn.Module]) -> Iterator[None]:
             module.training = True
 
 
-class Scorer(Protocol):
-    def logits(self, rows: list[Row]) -> Tensor:
-        """(b, vocab): what the model says after each row's window. Called once for every token appended."""
-        ...
-
-
-class Recomputed:
-    """Without a cache: every window whole, at every step. What the cache is tested against."""
-
-    def __init__(self, model: Transformer):
-        self.model = model
-
-    def logits(self, rows: list[Row]) -> Tensor:
-        return last_logits(self.model, [row.window for row in rows], None)
+def recomputed(model: Transformer, rows: list[Row]) -> Tensor:
+    """(b, vocab): what the model says after each row's window, read whole: what the cache is tested against."""
+    return last_logits(model, [row.window for row in rows], None)
 
 
 class Cached:
-    """With a cache: the prompts at once, then one token a row and step."""
+    """The same with a cache: the prompts at once, then one token a row and step."""
 
     def __init__(self, model: Transformer, rows: list[Row], max_new_tokens: int, compile: bool = False):
         self.model = model
@@ -223,7 +212,7 @@ class Cached:
         once = self.model.new_cache(len(places), max(map(len, windows)))
         logits = last_logits(self.model, [list(window) for window in places], once)
         rows = [places[tuple(window)] for window in windows]
-        self.cache.copy(once, rows)
+        self.cache.copy_from(once, rows)
         return logits[rows]
 
     def refill(self, r: int, window: list[int]) -> None:

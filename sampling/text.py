@@ -51,17 +51,17 @@ def write(
 
     ids = [prompt_ids(tokenizer, prompt, special) for prompt in prompts]
     steps = stream(model, ids, max_new_tokens, n_vocab=tokenizer.n_vocab, stop_ids=tokenizer.ends, until=until, **options)
-    return with_text(steps, streams, pieces)
 
+    def with_text() -> Iterator[Written]:
+        """Each step with the pieces that it filled, and at a row's end what was held back."""
+        for step in steps:
+            for r, (token, ended) in enumerate(zip(step.ids, step.ended, strict=True)):
+                if token is not None and ended is not None:
+                    pieces[r] += streams[r].flush()
+            yield Written(pieces.copy(), step)
+            pieces[:] = [""] * len(pieces)
 
-def with_text(steps: Iterator[Step], streams: list[TextStream], pieces: list[str]) -> Iterator[Written]:
-    """Each step with the pieces that it filled, and at a row's end what was held back."""
-    for step in steps:
-        for r, (token, ended) in enumerate(zip(step.ids, step.ended, strict=True)):
-            if token is not None and ended is not None:
-                pieces[r] += streams[r].flush()
-        yield Written(pieces.copy(), step)
-        pieces[:] = [""] * len(pieces)
+    return with_text()
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, special: bool = False) -> list[int]:

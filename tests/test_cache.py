@@ -119,7 +119,7 @@ def test_rows_can_be_copied_from_another_cache():
     with torch.no_grad():
         model(ids[:, :8], once)
         once.cut([8, 5])
-        cache.copy(once, [1, 0, 1])
+        cache.copy_from(once, [1, 0, 1])
         logits = model(torch.stack([ids[1, 5:6], ids[0, 8:9], ids[1, 5:6]]), cache)[:, 0]
         short, long = model(ids[1:, :6])[0, -1], model(ids[:1])[0, -1]
     torch.testing.assert_close(logits, torch.stack([short, long, short]), rtol=0, atol=1e-10)
