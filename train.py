@@ -16,13 +16,13 @@ from training.batches import Batches, check_batch
 from training.device import choose_device, choose_dtype, set_up, try_compiled
 from training.evaluate import evaluate, sample
 from training.flops import flops_per_token, matmul_peak
+from training.launch import Outcome, launch
 from training.objective import NextTokenLoss, recompute_blocks
 from training.optimizer import clip_gradients, make_optimizer, set_learning_rate
 from training.plan import make_plan, prediction, timed, update
 from training.plan_ranks import rank_plans
 from training.ranks import Ranks, callable_in_parts
 from training.reporting import Report, Scale, check_wandb, load_libraries, start_wandb
-from training.results import Outcome, explain, sweep_table
 from training.run import StopRequest, open_folder
 from training.schedule import learning_rate_share
 from training.start import Start, trained_state, with_vocabulary
@@ -55,7 +55,7 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
     batches = Batches(Windows(corpus.train, context, config.seed), config.batch_size, micro_batch_size, planned, device)
 
     if config.dry_run:
-        shape = (config.model, config.optimizer, batches, precision, config.checkpoint_activations)
+        shape = (config.model, config.optimizer, batches, precision, config.checkpoint_activations, config.separate_documents)
         plan = make_plan(*shape, config.steps)
         say(plan)
         if planned.world > 1:
@@ -64,7 +64,7 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
             return Outcome()
 
     model = start.model(config.model, config.seed)
-    objective = NextTokenLoss(model)
+    objective = NextTokenLoss(model, tokenizer.end_of_text if config.separate_documents else None)
     if config.checkpoint_activations:
         recompute_blocks(model)
     wrapped = ranks.wrap(objective, config.parallel, device, precision.dtype)
@@ -137,38 +137,8 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
     return Outcome(0, str(config.run_dir), progress.best_loss)
 
 
-def attempt(job: compose.Job, ranks: Ranks, alone: bool) -> Outcome:
-    """One run. If it is one of a sweep, its error does not end the others."""
-    try:
-        outcome = train(compose.to_config(job, weights.model_config), ranks)
-    except Exception as problem:
-        outcome = Outcome(error=explain(problem))
-        if alone or not outcome.error:
-            raise
-        print(f"error: {outcome.error}", file=sys.stderr)
-    if outcome.status:
-        ranks.stop()
-        sys.exit(outcome.status)
-    return replace(outcome, overrides=job.overrides)
-
-
 def main() -> None:
-    ranks = Ranks.from_environment()
-    try:
-        jobs = compose.jobs()
-        outcomes = [attempt(job, ranks, alone=len(jobs) == 1 or ranks.world > 1) for job in jobs]
-    except KeyboardInterrupt:  # before the loop began, or in the middle of a set-up
-        sys.exit(130)
-    except Exception as problem:
-        first, message = ranks.first_to_fail(), explain(problem)
-        if first and not message:
-            raise
-        sys.exit(f"error: {message}" if first else 1)
-    ranks.stop()
-    if len(jobs) > 1 and ranks.main:
-        print(sweep_table(outcomes))
-    if any(outcome.error for outcome in outcomes):
-        sys.exit(1)
+    launch(compose.jobs, lambda job, ranks: train(compose.to_config(job, weights.model_config), ranks))
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ MUON = OptimizerConfig(name="muon", lr=0.02)
 Step = Callable[[], object]
 
 
-def ours(name: str, optimizer: OptimizerConfig, compile: bool = False) -> Step:
+def ours(name: str, optimizer: OptimizerConfig, compile: bool = False, end_of_text: int | None = None) -> Step:
     config, batch, length = SHAPES[name]
-    objective = NextTokenLoss(Transformer(config))
+    objective = NextTokenLoss(Transformer(config), end_of_text)
     updates = make_optimizer(optimizer, objective.model)
     if compile:
         objective.compile()
@@ -95,6 +95,8 @@ def contestants(name: str, checkout: str | None) -> dict[str, Callable[[], Step]
         found |= {"sprout, Muon": lambda: ours(name, MUON), "sprout, Muon, compiled": lambda: ours(name, MUON, True)}
     else:
         found |= {"transformers": lambda: theirs(name)}
+    if name == "default":
+        found |= {"sprout, separate_documents": lambda: ours(name, OptimizerConfig(), end_of_text=0)}
     if name == "nanoGPT's for CPUs":
         found |= {"sprout, compiled": lambda: ours(name, OptimizerConfig(), True)}
     if checkout and name in ("nanoGPT's for CPUs", "experiment=shakespeare_cpu", "GPT-2 124M"):

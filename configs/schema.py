@@ -46,6 +46,7 @@ class TrainConfig:
     dry_run: bool = False
     plan_ranks: int | None = None  # dry_run: for so many ranks, whatever this machine has
     parallel: str = "ddp"  # over several processes (torchrun): ddp copies the model, fsdp spreads it
+    separate_documents: bool = False  # attention does not look past an end-of-text
     checkpoint_activations: bool = False  # keep only the blocks' inputs for the backward pass, compute the rest again
 
     def __post_init__(self) -> None:

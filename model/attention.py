@@ -50,6 +50,13 @@ def attention_mask(position: Position, q_at: Tensor, k_at: Tensor) -> Tensor:
     return torch.where(visible, 0.0 if bias is None else bias, -math.inf)
 
 
+def same_document(tokens: Tensor, end_of_text: int) -> Tensor:
+    """(b, t) ids -> (b, 1, t, t), True where query and key are of one document. An end-of-text begins the next: what follows it
+    is predicted from it alone, as a text is that is written from nothing."""
+    document = (tokens == end_of_text).cumsum(dim=-1)
+    return (document[:, :, None] == document[:, None, :])[:, None]
+
+
 class HeadNorm(nn.RMSNorm):
     """RMSNorm in the type of its input, which autocast makes narrower than its weight: no fused kernel takes both."""
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import MultiHeadAttention, attention_mask
+from model.attention import MultiHeadAttention, attention_mask, same_document
 from model.cache import KVCache, LayerCache
 from model.config import ModelConfig
 from model.linear import Linear
@@ -126,9 +126,13 @@ class Transformer(nn.Module):
         if self.config.tie_embeddings:
             self.head.weight = self.embed.weight
 
-    def features(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """(b, t) ids -> (b, t, d_model), one head away from logits. A cache already holds what came before, and is filled."""
+    def features(self, tokens: Tensor, cache: KVCache | None = None, end_of_text: int | None = None) -> Tensor:
+        """(b, t) ids -> (b, t, d_model), one head away from logits. A cache already holds what came before, and is filled.
+        Attention does not cross an `end_of_text` (which is for training: no cache)."""
         at, mask = self.place(tokens.size(1), cache)
+        if end_of_text is not None:
+            mask = attention_mask(self.position, at, at) if mask is None else mask
+            mask = torch.where(same_document(tokens, end_of_text), mask, -math.inf)
         x = self.transform(tokens, at, mask, [None] * len(self.blocks) if cache is None else cache.layers)
         if cache is not None:
             cache.advance(tokens.size(1))

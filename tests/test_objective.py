@@ -38,6 +38,41 @@ def test_a_new_model_is_as_surprised_as_a_uniform_guess():
     assert abs(loss.item() / n.item() - math.log(40)) < 0.05
 
 
+END = 7
+PACKED = [[3, 9, END, 4, 8, 8, 1, END, 2, 5, 6], [END, 2, 2, 5, 3, 1, 9, 4, 6, 8, 0]]
+DOCUMENTS = ([(0, 2), (2, 7), (7, 11)], [(0, 11)])  # an end-of-text begins the next one
+
+
+@pytest.mark.parametrize("position", ["rope", "alibi", "none", "learned"])
+def test_no_gradient_crosses_from_one_document_to_another(position):
+    model = tiny(position=position)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.qkv.weight.mul_(10)
+    embedded: list[torch.Tensor] = []
+    model.embed.register_forward_hook(lambda module, args, out: embedded.append(out.requires_grad_()) or out)
+    tokens = torch.tensor(PACKED)
+    for end_of_text, crosses in ((END, False), (None, True)):
+        for row, documents in enumerate(DOCUMENTS):
+            for start, stop in documents:
+                targets = torch.full_like(tokens, IGNORED)
+                targets[row, start:stop] = 1
+                loss, _ = NextTokenLoss(model, end_of_text)(tokens, targets)
+                (gradient,) = torch.autograd.grad(loss, embedded.pop())
+                reached = gradient[row].abs().amax(-1) > 0
+                assert reached[start:stop].all() and reached[:start].any() == (crosses and start > 0)
+                assert not reached[stop:].any() and not gradient[1 - row].any()
+
+
+@pytest.mark.parametrize("position", ["rope", "alibi", "none"])  # which see distances only
+def test_a_document_kept_apart_is_worth_what_it_is_worth_alone(position):
+    model, tokens = tiny(position=position), torch.tensor(PACKED)
+    together = model.features(tokens, end_of_text=END)
+    for row, documents in enumerate(DOCUMENTS):
+        for start, stop in documents:
+            torch.testing.assert_close(together[row, start:stop], model.features(tokens[row : row + 1, start:stop])[0])
+
+
 @pytest.mark.parametrize("tie", [True, False])
 def test_a_head_cut_into_chunks_gives_the_same_loss_and_gradients(monkeypatch, tie):
     model, (tokens, targets) = tiny(tie_embeddings=tie).double(), batch(ignored=3)

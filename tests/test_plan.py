@@ -33,7 +33,7 @@ def plan(tokens, optimizer="adamw", micro=4, accumulate=1, dtype=torch.float32, 
     config = ModelConfig(**{**SMALL, **changes})
     windows = Windows(tokens, config.context_length, seed=0)
     batches = Batches(windows, micro * accumulate, micro, Ranks(), CPU)
-    return make_plan(config, OptimizerConfig(name=optimizer), batches, Precision(CPU, dtype), recompute, steps)
+    return make_plan(config, OptimizerConfig(name=optimizer), batches, Precision(CPU, dtype), recompute, False, steps)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import pytest
 import torch
 from tiny_runs import finished, tiny
 
+from training.curves import draw_losses
 from training.evaluate import Evaluation
 from training.flops import flops_per_token, matmul_parameters, matmul_peak
+from training.launch import Outcome, sweep_table
 from training.reporting import Report, Scale, clock, peak_memory
-from training.results import Outcome, draw_losses, sweep_table
 from training.run import Progress, RunFolder
 
 CPU = torch.device("cpu")

@@ -18,15 +18,15 @@ class NextTokenLoss(nn.Module):
     """(b, t) tokens and targets -> the sum of -ln p(target) in nats, and how many targets were not IGNORED.
 
     The one module that is compiled, and wrapped for several devices. A sum, not a mean, so that micro-batches and ranks
-    with unequal numbers of targets add up to the loss of the whole batch.
+    with unequal numbers of targets add up to the loss of the whole batch. With `end_of_text`, documents are kept apart.
     """
 
-    def __init__(self, model: Transformer):
+    def __init__(self, model: Transformer, end_of_text: int | None = None):
         super().__init__()
-        self.model = model
+        self.model, self.end_of_text = model, end_of_text
 
     def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        features = self.model.features(tokens).flatten(0, 1)
+        features = self.model.features(tokens, end_of_text=self.end_of_text).flatten(0, 1)
         targets = targets.flatten()
         vocab = self.model.head.weight.size(0)
         if targets.numel() * vocab <= WHOLE:

@@ -80,6 +80,7 @@ def make_plan(
     batches: Batches,
     precision: Precision,
     recompute: bool,
+    separate_documents: bool,
     steps: int = 1,
     weights: torch.dtype = torch.float32,
 ) -> Plan:
@@ -93,7 +94,7 @@ def make_plan(
             p.register_post_accumulate_grad_hook(lambda p: seen.are("gradients", [p.grad]))
         if recompute:
             recompute_blocks(model)
-        objective, updates = NextTokenLoss(model), make_optimizer(optimizer, model)
+        objective, updates = NextTokenLoss(model, 0 if separate_documents else None), make_optimizer(optimizer, model)
         batch = torch.zeros(batches.micro, config.context_length, dtype=torch.long, device=precision.device)
         for _ in range(2):  # the optimizer's state comes into being in the first
             seen.passing = 0

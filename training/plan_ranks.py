@@ -73,11 +73,17 @@ def plan_ranks(
 
 
 def rank_plans(
-    plan: Plan, config: ModelConfig, optimizer: OptimizerConfig, batches: Batches, precision: Precision, recompute: bool
+    plan: Plan,
+    config: ModelConfig,
+    optimizer: OptimizerConfig,
+    batches: Batches,
+    precision: Precision,
+    recompute: bool,
+    separate_documents: bool,
 ) -> dict[str, RankPlan]:
     """The same, with activations and optimizer state as they were counted for the `plan` of one device."""
     held = torch.bfloat16 if precision.dtype == torch.bfloat16 else torch.float32
-    sharded = make_plan(config, optimizer, batches, precision, recompute, weights=held)
+    sharded = make_plan(config, optimizer, batches, precision, recompute, separate_documents, weights=held)
     return plan_ranks(
         config,
         batches.ranks.world,

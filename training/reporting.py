@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from training.curves import draw_losses
 from training.device import peak_memory
 from training.evaluate import Evaluation
-from training.results import draw_losses
 from training.run import Progress, RunFolder
 
 DRAW_EVERY = 20.0  # seconds: drawing takes half of one
