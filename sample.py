@@ -3,9 +3,12 @@
 import argparse
 import io
 import os
+import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -148,7 +151,7 @@ def print_texts(args: argparse.Namespace, model: "Transformer", tokenizer: "Toke
     status, ended = 0, []
     emit(prompt if streamed else "")
     speed = Speed(min(len(prompt_ids(tokenizer, prompt, args.special)), model.config.context_length))
-    try:
+    with interrupts() as interrupted:
         for written in steps:
             ended = written.step.ended
             speed.count(sum(token is not None for token in written.step.ids))
@@ -157,8 +160,9 @@ def print_texts(args: argparse.Namespace, model: "Transformer", tokenizer: "Toke
                 if args.logprobs is not None and written.step.ids[r] is not None:
                     explained[r].append(alternatives(tokenizer, written.step, r, args.logprobs))
             emit(written.pieces[0] if streamed else "")
-    except KeyboardInterrupt:
-        status = INTERRUPTED
+            if interrupted:
+                status = INTERRUPTED
+                break
     emit("\n" if streamed else "\n---\n".join(texts) + "\n")
     if args.logprobs is not None:
         print("\n---\n".join("\n".join(lines) for lines in explained), file=sys.stderr)
@@ -168,6 +172,23 @@ def print_texts(args: argparse.Namespace, model: "Transformer", tokenizer: "Toke
         notice("interrupted")
     print(speed, file=sys.stderr)
     return status
+
+
+@contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """Notes the first SIGINT; the next one raises KeyboardInterrupt, as usual. (An exception that comes while Python cleans up
+    after an object is lost; a note is not.)"""
+    noted: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        noted.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Speed:

@@ -37,8 +37,6 @@ from training.schedule import ScheduleConfig
 from training.update import Precision, accumulate
 from weights import checkpoint
 
-pytestmark = pytest.mark.xdist_group("ranks")  # one worker: the processes are started once
-
 CPU = torch.device("cpu")
 BATCH = 8
 CONFIG = ModelConfig(vocab_size=257, context_length=16, n_layers=2, n_heads=2, d_model=32)

@@ -230,11 +230,11 @@ def alive(group: int) -> bool:
 
 def test_signals(folder, tmp_path):
     """SIGTERM and SIGINT: the step is finished and saved."""
-    long = tiny(folder, "steps=1000000", "eval_every=null", "save_every=5", "wandb.mode=offline")
+    long = tiny(folder, "steps=1000000", "eval_every=null", "save_every=5")
     with Nursery() as nursery:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number, wandb in ((signal.SIGTERM, "disabled"), (signal.SIGINT, "offline")):
             run, err = tmp_path / f"{number}", tmp_path / f"{number}.err"
-            process = nursery.start(*long, f"run_dir={run}", err=err)
+            process = nursery.start(*long, f"wandb.mode={wandb}", f"run_dir={run}", err=err)
             while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 8:
                 os.kill(process, 0)
                 time.sleep(0.01)

@@ -204,6 +204,7 @@ def test_a_sample_begins_as_the_tokenizers_makers_want():
 
 
 @torch._inductor.config.patch({"cpp.cxx": ("/nonexistent/c++",)})
+@pytest.mark.slow
 def test_no_compiler_is_told_and_the_run_goes_on_without(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
