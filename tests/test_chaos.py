@@ -12,7 +12,7 @@ from tiny_runs import differing, finished, metrics, state, tiny
 
 from weights import checkpoint
 
-KILLS, STEPS = 30, 450
+KILLS, STEPS = 30, 240
 
 
 def last_step(run: Path) -> int:

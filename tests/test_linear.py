@@ -15,7 +15,7 @@ def layer(bias: bool = True, dtype: torch.dtype = torch.float32) -> Linear:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows", [1, FEW.start, 8, FEW.stop - 1, FEW.stop])
+@pytest.mark.parametrize("rows", [1, FEW[0], 8, FEW[1], FEW[1] + 1])
 def test_it_is_a_linear_layer(rows, bias):
     linear = layer(bias)
     x = torch.randn(rows, 1, 48, generator=torch.Generator().manual_seed(1))
