@@ -180,6 +180,19 @@ def test_bfloat16_learns_alike(folder, tmp_path):
     assert state(tmp_path / "bfloat16")["model embed.weight"].dtype == torch.float32
 
 
+def test_documents_can_be_kept_apart(tmp_path):
+    """Which changes what is learned of a text of many documents, and nothing for a text that is one."""
+    pairs = "".join(f'{{"text": "{a}{b}"}}\n' for a in "abcdefgh" for b in "ijklmnop")
+    for name, text, same in (("many.jsonl", pairs, False), ("one.txt", pairs, True)):
+        (tmp_path / name).write_text(text)
+        losses = []
+        for separate in ("true", "false"):
+            more = [f"data.path={tmp_path}/{name}", f"run_dir={tmp_path}/{name}-{separate}", f"separate_documents={separate}"]
+            finished(*tiny(tmp_path, *more))
+            losses.append([row["train/loss"] for row in metrics(tmp_path / f"{name}-{separate}") if "train/loss" in row])
+        assert (losses[0] == losses[1]) == same
+
+
 def test_a_sweep_gives_each_run_its_folder_and_ends_with_a_table(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     swept = command("-m", *tiny(folder, f"run_dir={tmp_path}/sweep", "optimizer.lr=1e-4,1e-2,-1"))

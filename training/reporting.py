@@ -127,9 +127,9 @@ class Report:
             self.wandb_run.log(values, step=progress.step)
 
     def saved(self) -> None:
-        """A checkpoint was written: draw what led to it, unless that was done a moment ago."""
+        """A checkpoint was written: draw what led to it, unless that was done a moment ago, or comes at the end anyway."""
         self.lap("checkpoints")
-        if self.folder is not None and self.mark - self.drawn > DRAW_EVERY:
+        if self.folder is not None and self.mark - self.drawn > DRAW_EVERY and self.progress.step < self.scale.steps:
             draw_losses(self.folder)
             self.drawn = self.mark
         self.lap("reporting")
