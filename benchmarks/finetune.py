@@ -1,7 +1,7 @@
 """A pretrained model on Python and on another text, before and after a little finetuning on either: held-out text.
 
-`python -m benchmarks.finetune MODEL TEXT [STEPS]`, with a folder or hub name and, for example, tinyshakespeare.txt. Losses are over
-the first 64 windows of the held-out part.
+`python -m benchmarks.finetune MODEL TEXT [STEPS]`, with a folder or hub name and, for example, tinyshakespeare.txt. Losses are
+over the first 64 windows of the held-out part.
 """
 
 import re
