@@ -55,11 +55,12 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
     batches = Batches(Windows(corpus.train, context, config.seed), config.batch_size, micro_batch_size, planned, device)
 
     if config.dry_run:
-        shape = (config.model, config.optimizer, batches, precision, config.checkpoint_activations, config.separate_documents)
-        plan = make_plan(*shape, config.steps)
+        switches = (config.checkpoint_activations, config.separate_documents)
+        make = partial(make_plan, config.model, config.optimizer, batches, precision, *switches)
+        plan = make(config.steps)
         say(plan)
         if planned.world > 1:
-            say(*rank_plans(plan, *shape).values(), sep="\n")
+            say(*rank_plans(plan, make, config.model, batches, precision).values(), sep="\n")
         if planned is not ranks or ranks.highest(int(not plan.fits)):
             return Outcome()
 

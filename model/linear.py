@@ -8,7 +8,7 @@ FEW = (5, 32)  # rows; measured on an Intel CPU: below, the library is as fast o
 
 class Linear(nn.Linear):
     """nn.Linear. While decoding on a CPU in float32, a few rows are multiplied as (W x^T)^T: the library then reads W as it lies,
-    where for x W^T it copies W into another order first, which takes up to as long again."""
+    where for x W^T it copies W into another order first, which can take longer than the product."""
 
     def forward(self, x: Tensor) -> Tensor:
         decoding = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_grad_enabled()

@@ -16,14 +16,14 @@ both keep the gradients that are not exchanged yet, 4 N bytes more, and fsdp gat
 and logits are a rank's own, and come on top.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from model import ModelConfig, Transformer
 from training.batches import Batches
-from training.optimizer import OptimizerConfig
-from training.plan import Plan, make_plan
+from training.plan import Plan
 from training.update import Precision
 
 BUCKET = 25 << 20
@@ -73,17 +73,11 @@ def plan_ranks(
 
 
 def rank_plans(
-    plan: Plan,
-    config: ModelConfig,
-    optimizer: OptimizerConfig,
-    batches: Batches,
-    precision: Precision,
-    recompute: bool,
-    separate_documents: bool,
+    plan: Plan, make: Callable[..., Plan], config: ModelConfig, batches: Batches, precision: Precision
 ) -> dict[str, RankPlan]:
-    """The same, with activations and optimizer state as they were counted for the `plan` of one device."""
+    """The same, with activations and optimizer state as they were counted for the `plan` of one device, which `make` made."""
     held = torch.bfloat16 if precision.dtype == torch.bfloat16 else torch.float32
-    sharded = make_plan(config, optimizer, batches, precision, recompute, separate_documents, weights=held)
+    sharded = make(weights=held)
     return plan_ranks(
         config,
         batches.ranks.world,
