@@ -4,7 +4,9 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
+# Bytecode is made of what is imported, when it is: pip would take a minute to make it of everything.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install train test test-slow lint format bench clean
 
@@ -41,14 +43,22 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "sprout needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 
+# The dependencies that pyproject.toml declares, and those of the extras that are named.
+REQUIRED = $(BIN)/python -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	extras = [name for extra in sys.argv[1:] for name in project["optional-dependencies"][extra]]; \
+	print(*project["dependencies"], *extras, sep="\n")'
+
 $(VENV)/runtime.done: pyproject.toml | $(VENV)/bin/python
 	@echo "installing into $(VENV) (a minute or two, once)"
-	$(if $(TORCH_INDEX),$(PIP) "$$($(BIN)/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"][0])')" --index-url $(TORCH_INDEX))
-	$(PIP) .
+	@$(REQUIRED) > $(VENV)/required.txt
+	$(if $(TORCH_INDEX),$(PIP) "$$(head -n 1 $(VENV)/required.txt)" --index-url $(TORCH_INDEX))
+	$(PIP) -r $(VENV)/required.txt
+	$(BIN)/python -c 'import train, sample; train.load_libraries(train.TrainConfig().wandb)'
 	@touch $@
 
 $(VENV)/dev.done: $(VENV)/runtime.done
-	$(PIP) .[dev]
+	@$(REQUIRED) dev > $(VENV)/required.txt
+	$(PIP) -r $(VENV)/required.txt
 	@touch $@
 
 $(VENV)/real-model.done: $(VENV)/dev.done

@@ -76,10 +76,10 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
         return Outcome(val_loss=found.loss)
     if config.compile and (problem := try_compiled(objective, wrapped, batches.at(0)[0][0], precision.autocast())):
         say(f"compile=true does not work here ({problem}): going on without it", file=sys.stderr)
+    load_libraries(config.wandb)
     optimizer = make_optimizer(config.optimizer, model)
     start.restore(model, optimizer, precision)
     if config.dry_run:
-        load_libraries(config.wandb)
         step = timed(lambda: update(wrapped, optimizer, batches.at(0)[0], ranks, precision), ranks)
         windows = min(len(validation), config.eval_windows or len(validation))
         each = timed(lambda: evaluation(min(windows, 16)), ranks) / min(windows, 16)

@@ -170,11 +170,14 @@ def check_wandb(config: WandbConfig) -> None:
 
 
 def load_libraries(config: WandbConfig) -> None:
-    """What a run imports on its way: the memory that is measured for a plan has to have room for it."""
+    """What a run needs on its way, so that a broken installation does not end it hours later, and a plan measures its memory."""
+    import matplotlib.backends.backend_agg
     import matplotlib.figure  # noqa: F401  # heavy
 
     if config.mode != "disabled" and installed():
-        import wandb  # noqa: F401  # heavy, and optional
+        import wandb  # heavy, and optional
+
+        wandb.Table(["step", "text"])  # imports more
 
 
 def start_wandb(config: WandbConfig, folder: RunFolder, progress: Progress, settings: dict[str, Any]) -> Any:
