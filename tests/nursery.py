@@ -1,5 +1,5 @@
-"""Processes that run `python train.py ...` and can be killed, without the seconds that importing torch takes: one process imports
-it and forks the others."""
+"""Processes that run `python train.py ...` and can be killed, without the seconds that its imports take: one process makes them
+and forks the others."""
 
 import json
 import os
@@ -48,7 +48,11 @@ def become(arguments: list[str], err: str) -> None:
 
 
 if __name__ == "__main__":
-    import train  # here, not in the tests that talk to this process
+    import torch._inductor  # noqa: F401  # what a run would import: here, not in the tests that talk to this process
+
+    import train
+
+    train.load_libraries(train.TrainConfig().wandb)
 
     for line in sys.stdin:
         request = json.loads(line)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "numpy", "hydra", "train"]
+PRELOAD = ["torch", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor", "numpy", "hydra", "train"]
+PRELOAD += ["matplotlib.backends.backend_agg", "matplotlib.figure"]
 PATIENCE = 150  # seconds that a process may keep the others waiting
 
 

@@ -131,7 +131,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_memory_is_that_of_a_real_run(name, tmp_path):
     """Each in a process of its own, as memory is that of the process."""
-    settings = [*MODELS[name], "steps=20", "eval_every=10", "eval_windows=16", "log_every=10", "wandb.mode=offline"]
+    settings = [*MODELS[name], "steps=10", "eval_every=5", "eval_windows=16", "log_every=5", "wandb.mode=offline"]
     arguments = tiny(tmp_path, *settings, f"data.path={ROOT}/README.md")
 
     def process(*more):

@@ -43,8 +43,8 @@ def theirs(folder):
 
 @pytest.fixture(scope="module")
 def ids(ours) -> torch.Tensor:
-    """The first 4096 tokens of a program and its comments."""
-    return torch.tensor(ours[1].encode(inspect.getsource(argparse))[:4096])
+    """The first 2048 tokens of a program and its comments."""
+    return torch.tensor(ours[1].encode(inspect.getsource(argparse))[:2048])
 
 
 def test_logits_over_512_tokens(ours, theirs, ids):
@@ -120,14 +120,14 @@ def test_finetuned_sampled_and_exported(folder, tmp_path, capsys):
     """What its users do with it, from end to end."""
     (tmp_path / "verses.txt").write_text(verses(150))
     run, data = tmp_path / "run", [f"data.path={tmp_path / 'verses.txt'}", f"data.cache_dir={tmp_path / 'cache'}"]
-    shape = ["model.context_length=64", "batch_size=2", "steps=12", "schedule.warmup_steps=2", "eval_every=6", "eval_windows=4"]
+    shape = ["model.context_length=64", "batch_size=2", "steps=8", "schedule.warmup_steps=2", "eval_windows=4"]
     where = ["device=cpu", "dtype=float32", "wandb.mode=disabled", "keep_checkpoints=1"]
     arguments = ["experiment=finetune", f"init_from={folder}", *data, *shape, *where]
     before = re.search(r"validation loss ([\d.]+)", finished(*arguments, "eval_only=true").out)
     finished(*arguments, f"run_dir={run}")
     losses = [float(before[1]), *(row["val/loss"] for row in metrics(run) if "val/loss" in row)]
     print("held-out loss:", " ".join(f"{loss:.3f}" for loss in losses))
-    assert losses[0] > losses[1] > losses[2] and losses[2] < 0.8 * losses[0]
+    assert len(losses) == 2 and losses[1] < 0.8 * losses[0]
 
     model, tokenizer = load(run)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)

@@ -237,11 +237,10 @@ def test_a_compiled_run_goes_on_as_if_it_had_never_stopped(folder, tmp_path):
     torch.set_num_threads(2)
     try:
         trained(config)
-        for k in (2, 5):
-            run = shutil.copytree(tmp_path / "a", tmp_path / f"b{k}", symlinks=True)
-            trained(replace(config, run_dir=str(run), resume=f"{run}/checkpoints/step-{k:08d}"))
-            assert differing(state(tmp_path / "a"), state(run)) == []
-            assert metrics(run) == metrics(tmp_path / "a")
+        run = shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
+        trained(replace(config, run_dir=str(run), resume=f"{run}/checkpoints/step-00000003"))
+        assert differing(state(tmp_path / "a"), state(run)) == []
+        assert metrics(run) == metrics(tmp_path / "a")
     finally:
         torch.set_num_threads(threads)
     finished(*tiny(folder, *settings, f"run_dir={tmp_path}/eager", "compile=false"))

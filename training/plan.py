@@ -98,7 +98,8 @@ def make_plan(
         batch = torch.zeros(batches.micro, config.context_length, dtype=torch.long, device=precision.device)
         for _ in range(2):  # the optimizer's state comes into being in the first
             seen.passing = 0
-            update(objective, updates, [(batch, batch)] * (batches.share // batches.micro), Ranks(), precision)
+            micro_batches = [(batch, batch)] * min(2, batches.share // batches.micro)  # the third adds nothing to the second
+            update(objective, updates, micro_batches, Ranks(), precision)
             seen.are("optimizer", tree_leaves(list(updates.state.values())))
     parameters = Counter[str]()
     for name, p in model.named_parameters():
