@@ -152,8 +152,7 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
         tokenizer=BYTES,
         wandb=WandbConfig(mode="disabled"),
         schedule=ScheduleConfig(warmup_steps=0, final=1.0),
-        **{"batch_size": 8, "micro_batch_size": 2, "dtype": "float32", "device": "cpu"},
-        **{"log_every": 1, "eval_windows": 20, **changes},
+        **{"batch_size": 8, "micro_batch_size": 2, "eval_windows": 20, "log_every": 1} | {"dtype": "float32"} | changes,
     )
 
 

@@ -177,7 +177,7 @@ def load_libraries(config: WandbConfig) -> None:
     if config.mode != "disabled" and installed():
         import wandb  # heavy, and optional
 
-        wandb.Table(["step", "text"])  # imports more
+        wandb.Table(["step", "text"], [[0, ""]])  # imports more
 
 
 def start_wandb(config: WandbConfig, folder: RunFolder, progress: Progress, settings: dict[str, Any]) -> Any:
