@@ -5,8 +5,10 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
-# Bytecode is made of what is imported, when it is: pip would take a minute to make it of everything.
+# pip would take a minute to make bytecode of everything: it is made of what a run imports, and of the rest when it is imported.
 unexport PYTHONDONTWRITEBYTECODE
+IMPORTED = import datasets, torch._inductor.compile_fx, sample, train; \
+	train.compose.jobs(); train.load_libraries(train.TrainConfig().wandb)
 
 .PHONY: help install train test test-slow lint format bench clean
 
@@ -53,7 +55,7 @@ $(VENV)/runtime.done: pyproject.toml | $(VENV)/bin/python
 	@$(REQUIRED) > $(VENV)/required.txt
 	$(if $(TORCH_INDEX),$(PIP) "$$(head -n 1 $(VENV)/required.txt)" --index-url $(TORCH_INDEX))
 	$(PIP) -r $(VENV)/required.txt
-	$(BIN)/python -c 'import train, sample; train.load_libraries(train.TrainConfig().wandb)'
+	@$(BIN)/python -c '$(IMPORTED)'
 	@touch $@
 
 $(VENV)/dev.done: $(VENV)/runtime.done
