@@ -111,11 +111,12 @@ def test_a_dry_run_tells_the_plan_and_leaves_nothing(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe, millions", [("shakespeare_gpu", 10.7), ("tinystories", 30), ("gpt2_124m", 124)])
 def test_the_larger_recipes_are_planned(recipe, millions, tmp_path):
-    """As they are, for eight ranks, but for data and tokenizer, which need a network."""
+    """As they are, for eight ranks, but for data and tokenizer, which need a network, and for the size of a micro-batch."""
     (tmp_path / "text.txt").write_text("To be, or not to be. " * 2000)
     here = ["data=text", f"data.path={tmp_path}/text.txt", f"data.cache_dir={tmp_path}/cache", "tokenizer=bytes", "device=cpu"]
+    planned = ["dry_run=true", "plan_ranks=8"]
     vocabulary = {"tinystories": ["model.vocab_size=8192"]}.get(recipe, [])
-    out = finished(f"experiment={recipe}", *here, *vocabulary, "dtype=bfloat16", "dry_run=true", "plan_ranks=8").out
+    out = finished(f"experiment={recipe}", *here, *vocabulary, "dtype=bfloat16", "micro_batch_size=8", *planned).out
     parameters = int(re.findall(r"in all +([\d,]+)", out)[0].replace(",", ""))
     assert parameters == pytest.approx(millions * 1e6, rel=0.03)
     assert "ddp on 8 ranks" in out and "fsdp on 8 ranks" in out

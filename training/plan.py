@@ -96,10 +96,9 @@ def make_plan(
             recompute_blocks(model)
         objective, updates = NextTokenLoss(model, 0 if separate_documents else None), make_optimizer(optimizer, model)
         batch = torch.zeros(batches.micro, config.context_length, dtype=torch.long, device=precision.device)
-        for _ in range(2):  # the optimizer's state comes into being in the first
+        for n in (1, min(2, batches.share // batches.micro)):  # a third micro-batch adds nothing to the second
             seen.passing = 0
-            micro_batches = [(batch, batch)] * min(2, batches.share // batches.micro)  # the third adds nothing to the second
-            update(objective, updates, micro_batches, Ranks(), precision)
+            update(objective, updates, [(batch, batch)] * n, Ranks(), precision)  # the optimizer's state begins in the first
             seen.are("optimizer", tree_leaves(list(updates.state.values())))
     parameters = Counter[str]()
     for name, p in model.named_parameters():
