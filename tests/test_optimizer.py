@@ -60,6 +60,23 @@ def test_the_adamw_inside_muon_is_torchs():
             torch.testing.assert_close(p, q, rtol=0, atol=0)
 
 
+def test_adamw_follows_its_equation():
+    """Algorithm 2 of Loshchilov and Hutter, on the head, which decays."""
+    model = tiny(bias=False, tie_embeddings=False)
+    w = model.head.weight
+    optimizer = make_optimizer(OptimizerConfig(lr=0.1, weight_decay=0.2, beta1=0.7, beta2=0.9, eps=1e-2), model)
+    expected, m, v = w.detach().clone(), torch.zeros_like(w), torch.zeros_like(w)
+    for step in (1, 2, 3):
+        torch.manual_seed(step)
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        m, v = 0.7 * m + 0.3 * w.grad, 0.9 * v + 0.1 * w.grad**2
+        expected *= 1 - 0.1 * 0.2
+        expected -= 0.1 * m / (1 - 0.7**step) / ((v / (1 - 0.9**step)).sqrt() + 1e-2)
+        optimizer.step()
+    torch.testing.assert_close(w.detach(), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("shape", [(3, 24, 24), (2, 16, 48), (2, 48, 16)])
 def test_orthogonalise_keeps_the_directions_and_levels_the_singular_values(shape):
     u, _, vh = torch.linalg.svd(torch.randn(shape, generator=torch.Generator().manual_seed(0)), full_matrices=False)
