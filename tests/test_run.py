@@ -228,45 +228,49 @@ def alive(group: int) -> bool:
     return True
 
 
-def test_signals(folder, tmp_path):
+@pytest.fixture(scope="module")
+def nursery():
+    with Nursery() as nursery:
+        yield nursery
+
+
+def test_signals(folder, tmp_path, nursery):
     """SIGTERM and SIGINT: the step is finished and saved."""
     long = tiny(folder, "steps=1000000", "eval_every=null", "save_every=5")
-    with Nursery() as nursery:
-        for number, wandb in ((signal.SIGTERM, "disabled"), (signal.SIGINT, "offline")):
-            run, err = tmp_path / f"{number}", tmp_path / f"{number}.err"
-            process = nursery.start(*long, f"wandb.mode={wandb}", f"run_dir={run}", err=err)
-            while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 8:
-                os.kill(process, 0)
-                time.sleep(0.01)
-            os.killpg(process, number)  # as a terminal or Slurm does: wandb's own process hears it, too
-            began = time.monotonic()
-            assert nursery.ended(process) == 128 + number
-            assert time.monotonic() - began < 30
-            assert not alive(process)
-            step = state(run)["progress step"]
-            assert step >= 8
-            assert "Traceback" not in err.read_text()
-            assert err.read_text().splitlines()[-1] == f"stopped at step {step}, saved: python train.py resume={run} goes on"
-            assert metrics(run)[-1]["step"] == step
-            finished(f"resume={run}", f"steps={step + 1}", "wandb.mode=disabled")
+    for number, wandb in ((signal.SIGTERM, "disabled"), (signal.SIGINT, "offline")):
+        run, err = tmp_path / f"{number}", tmp_path / f"{number}.err"
+        process = nursery.start(*long, f"wandb.mode={wandb}", f"run_dir={run}", err=err)
+        while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 8:
+            os.kill(process, 0)
+            time.sleep(0.01)
+        os.killpg(process, number)  # as a terminal or Slurm does: wandb's own process hears it, too
+        began = time.monotonic()
+        assert nursery.ended(process) == 128 + number
+        assert time.monotonic() - began < 30
+        assert not alive(process)
+        step = state(run)["progress step"]
+        assert step >= 8
+        assert "Traceback" not in err.read_text()
+        assert err.read_text().splitlines()[-1] == f"stopped at step {step}, saved: python train.py resume={run} goes on"
+        assert metrics(run)[-1]["step"] == step
+        finished(f"resume={run}", f"steps={step + 1}", "wandb.mode=disabled")
 
 
-def test_a_second_sigint_leaves_at_once_and_harms_nothing(tmp_path):
+def test_a_second_sigint_leaves_at_once_and_harms_nothing(tmp_path, nursery):
     """In the middle of an evaluation that takes many seconds."""
     (tmp_path / "long.txt").write_text("So it goes on, and on. " * 100_000)
     run, err = tmp_path / "run", tmp_path / "err"
     long = ["steps=3", "eval_every=2", "save_every=1", "eval_windows=null", f"data.path={tmp_path}/long.txt", f"run_dir={run}"]
-    with Nursery() as nursery:
-        process = nursery.start(*tiny(tmp_path, *long), err=err)
-        while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 2:
-            os.kill(process, 0)
-            time.sleep(0.01)
-        for _ in range(2):
-            time.sleep(0.5)
-            os.kill(process, signal.SIGINT)
-        began = time.monotonic()
-        assert nursery.ended(process) == 128 + signal.SIGINT
-        assert time.monotonic() - began < 3
+    process = nursery.start(*tiny(tmp_path, *long), err=err)
+    while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 2:
+        os.kill(process, 0)
+        time.sleep(0.01)
+    for _ in range(2):
+        time.sleep(0.5)
+        os.kill(process, signal.SIGINT)
+    began = time.monotonic()
+    assert nursery.ended(process) == 128 + signal.SIGINT
+    assert time.monotonic() - began < 3
     assert "stopped at step" not in err.read_text() and "Traceback" not in err.read_text()
     assert [row["step"] for row in metrics(run)] == [1, 2]
     assert "going on from step 1" in finished(f"resume={run}", "eval_windows=2").out

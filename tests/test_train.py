@@ -20,6 +20,8 @@ from training.device import choose_device, choose_dtype, fast_bfloat16, out_of_m
 from training.evaluate import evaluate, sample
 from training.objective import NextTokenLoss
 from training.ranks import Ranks
+from training.schedule import learning_rate_share
+from training.start import Start
 from weights import load
 from weights.export import export
 
@@ -42,6 +44,18 @@ def test_it_learns(folder, tmp_path):
     (val,) = [row["val/loss"] for row in metrics(tmp_path / "run") if "val/loss" in row]
     assert train[-1] < 0.6 * torch.tensor(257.0).log()
     assert abs(val - train[-1]) < 0.3
+
+
+def test_the_learning_rate_is_that_of_the_schedule(folder, tmp_path):
+    """As it is told, and as it is used: AdamW's first step moves each weight by it, whatever the gradient."""
+    settings = ["optimizer.lr=1e-3", "optimizer.weight_decay=0", "schedule.warmup_steps=4", "save_every=1", "keep_checkpoints=6"]
+    config = configured(*tiny(folder, f"run_dir={tmp_path}/run", *settings))
+    trained(config)
+    told = [row["train/lr"] for row in metrics(tmp_path / "run") if "train/lr" in row]
+    assert told == pytest.approx([1e-3 * learning_rate_share(config.schedule, step, 6) for step in range(6)])
+    before = Start(None, None).model(replace(config.model, vocab_size=257), config.seed).embed.weight
+    after = state(tmp_path / "run" / "checkpoints" / "step-00000001")["model embed.weight"]
+    assert (after - before).abs().median().item() == pytest.approx(1e-3 / 4, rel=1e-2)
 
 
 def test_the_same_seed_gives_the_same_run_and_another_one_does_not(folder, tmp_path):
