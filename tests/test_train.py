@@ -1,6 +1,7 @@
 """`train` end to end: it learns, starts from other models, evaluates any of them, and compiles where it can."""
 
 import json
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -16,6 +17,7 @@ from data.batches import Windows
 from data.prepare import prepare
 from data.source import DataConfig
 from data.tokenizer import TiktokenTokenizer
+from model import Transformer
 from training.device import choose_device, choose_dtype, fast_bfloat16, out_of_memory
 from training.evaluate import evaluate, sample
 from training.objective import NextTokenLoss
@@ -93,17 +95,17 @@ def test_the_validation_loss_is_that_of_all_targets_by_hand(done, folder):
 def test_evaluation_moves_no_dice_and_no_weights(done, folder):
     model, tokenizer = load(done)
     corpus = prepare(DataConfig(path=str(folder / "text.txt"), cache_dir=str(folder / "cache")), tokenizer, 16, lambda _: None)
-    objective, windows = NextTokenLoss(model), Windows(corpus.val, 16, seed=None)
-    for module in objective.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.5
-    objective.train()
+    dropping = Transformer(replace(model.config, dropout=0.5))
+    dropping.load_state_dict(model.state_dict())
+    objective, windows = NextTokenLoss(dropping).train(), Windows(corpus.val, 16, seed=None)
     before = torch.get_rng_state()
     found = [evaluate(objective, windows, size, Ranks()) for size in (1, 7, 1000)]
     assert found[0].loss == pytest.approx(found[1].loss, rel=1e-6) == pytest.approx(found[2].loss, rel=1e-6)
     assert torch.equal(torch.get_rng_state(), before)
     assert objective.training
-    assert evaluate(objective, windows, 2, Ranks(), limit=3).n_targets == 48
+    part = evaluate(objective, windows, 2, Ranks(), limit=3)
+    assert part.n_targets == 48
+    assert part.bits_per_byte == pytest.approx(part.loss / math.log(2) * (corpus.val.n_tokens - 1) / corpus.val.n_bytes)
 
 
 def evaluated(*arguments):
