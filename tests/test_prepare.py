@@ -147,6 +147,17 @@ def test_bpe_never_sees_the_text_it_is_validated_on(prepared, tmp_path):
     assert len(val) == pytest.approx(0.3 * len(ENGLISH), abs=20)
 
 
+def test_bpe_never_sees_the_documents_it_is_validated_on(prepared, tmp_path):
+    texts = [ENGLISH[i * 5000 : (i + 1) * 5000] for i in range(40)]
+    for i, text in enumerate(texts):
+        put(tmp_path / "notes" / f"{i}.txt", text)
+    corpus = prepared(tmp_path / "notes", "bpe", val_fraction=0.3)
+    held_out = corpus.tokenizer.decode(ids(corpus.val))
+    seen = [text for _, text in sorted((str(i), text) for i, text in enumerate(texts)) if text not in held_out]
+    assert 0 < corpus.val.n_documents == len(texts) - len(seen)
+    assert corpus.tokenizer.fingerprint == train_bpe(seen, 300).fingerprint
+
+
 def test_fewer_than_twenty_documents_are_validated_on_their_end(prepared, tmp_path):
     texts = notes(tmp_path / "notes", 19)
     corpus = prepared(tmp_path / "notes", val_fraction=0.2)

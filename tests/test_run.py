@@ -167,13 +167,14 @@ def test_the_last_checkpoints_and_the_best_are_kept(folder, tmp_path):
     assert about["best_val_loss"] == next(row["val/loss"] for row in metrics(run) if row["step"] == best and "val/loss" in row)
 
 
-def test_a_loss_or_gradient_that_is_not_finite_stops_before_the_weights_move(folder, tmp_path):
+def test_a_loss_or_gradient_that_is_not_finite_stops_before_the_weights_move(folder, tmp_path, monkeypatch):
     run = tmp_path / "run"
     finished(*tiny(folder, f"run_dir={run}", "steps=2"))
-    before = state(run)
+    before, moves, move = state(run), [], Precision.step
+    monkeypatch.setattr(Precision, "step", lambda self, optimizer: moves.append(move(self, optimizer)))
     failed = command(f"resume={run}", "steps=9", "optimizer.lr=1e30")
     assert failed.status == 1
-    assert "is not finite (loss" in failed.last
+    assert f"step {2 + len(moves) + 1}: the " in failed.last and "is not finite (loss" in failed.last
     assert "Try a lower optimizer.lr" in failed.last
     assert differing(state(run), before) == []
     assert f"step-00000002 is saved: python train.py resume={run} goes on from it" in failed.out
