@@ -129,7 +129,7 @@ def test_a_hub_that_stays_busy_is_left_for_the_cache(models, tmp_path):
     with serve(Hub(models, failing={"/owner/whole/resolve/main/config.json": 1000})) as hub:
         again = fetch(hub, tmp_path, "owner/whole")
         other = fetch(hub, tmp_path / "elsewhere", "owner/whole")
-    assert time.monotonic() - started < 75  # half a minute each, and the start
+    assert time.monotonic() - started < 60  # half a minute each
     assert first == again
     assert other["owner/whole"].endswith(f"not in the hub's cache, and {hub.url} is busy (it answers 503): try again later")
 
@@ -140,5 +140,5 @@ def test_a_hub_that_is_busy_half_way_is_given_up_within_half_a_minute(models, tm
         started = time.monotonic()
         error = fetch(hub, tmp_path, "owner/whole")["owner/whole"]
         print(f"{time.monotonic() - started:.1f} s: {error}")
-    assert time.monotonic() - started < 50  # with the start of the process, on a busy machine
+    assert time.monotonic() - started < 40  # with the start of the process
     assert error.endswith(f"{hub.url} broke off: try again later")

@@ -146,13 +146,14 @@ def evaluations(trainee: Trainee, folder: Path) -> list[Any]:
 
 
 def config(folder: Path, **changes: Any) -> TrainConfig:
+    always: dict[str, Any] = {"dtype": "float32", "device": "cpu", "log_every": 1}
     return TrainConfig(
         model=ModelConfig(context_length=16, n_layers=2, n_heads=2, d_model=32),
         data=DataConfig(path=str(folder / "text.txt"), cache_dir=str(folder / "cache")),
         tokenizer=BYTES,
         wandb=WandbConfig(mode="disabled"),
         schedule=ScheduleConfig(warmup_steps=0, final=1.0),
-        **{"batch_size": 8, "micro_batch_size": 2, "eval_windows": 20, "log_every": 1} | {"dtype": "float32"} | changes,
+        **always | {"batch_size": 8, "micro_batch_size": 2, "eval_windows": 20} | changes,
     )
 
 
