@@ -43,8 +43,8 @@ def theirs(folder):
 
 @pytest.fixture(scope="module")
 def ids(ours) -> torch.Tensor:
-    """The first 2048 tokens of a program and its comments."""
-    return torch.tensor(ours[1].encode(inspect.getsource(argparse))[:2048])
+    """The first 4096 tokens of a program and its comments."""
+    return torch.tensor(ours[1].encode(inspect.getsource(argparse))[:4096])
 
 
 def test_logits_over_512_tokens(ours, theirs, ids):
