@@ -1,6 +1,7 @@
 """A checkpoint and a prompt -> text: `python sample.py --prompt "def "`, and `--help` for all that can be asked."""
 
 import argparse
+import gc
 import io
 import os
 import signal
@@ -126,8 +127,11 @@ def draw_attention(args: argparse.Namespace, model: "Transformer", tokenizer: "T
 
 def sample(args: argparse.Namespace) -> int:
     """Print what was asked for; returns the exit status."""
+    gc.disable()  # imports make a million objects and no garbage: looking for some, now and at exit, takes a second
     from model import Sampling
 
+    gc.freeze()
+    gc.enable()
     filters = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
     sampling = Sampling(**{name: getattr(args, name) for name in filters})
     prompt = read_prompt(args)

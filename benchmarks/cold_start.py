@@ -1,10 +1,12 @@
-"""How long a user of sample.py waits: for `--help`, and for the default model's first token, each in a new process.
+"""How long a user waits before anything happens, each in a new process: for `sample.py --help`, for the default model's first
+token, and for train.py's imports beside those of torch alone.
 
 `python -m benchmarks.cold_start`.
 """
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,8 +17,8 @@ from model import ModelConfig, Transformer
 from weights import checkpoint
 
 
-def call(*arguments: str) -> None:
-    subprocess.run([sys.executable, "sample.py", *arguments], check=True, capture_output=True)
+def python(*arguments: str) -> None:
+    subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
 
 
 def main() -> None:
@@ -26,7 +28,13 @@ def main() -> None:
         saved = Path(folder) / "checkpoint"
         checkpoint.save(saved, model.config, model.state_dict(), tokenizer, trainer={}, about={})
         first = ("--checkpoint", str(saved), "--prompt", "def ", "--max-new-tokens", "1")
-        timings = interleave({"--help": lambda: call("--help"), "first token": lambda: call(*first)}, turns=5)
+        calls = {
+            "--help": ("sample.py", "--help"),
+            "first token": ("sample.py", *first),
+            "import train": ("-c", "import train"),
+            "import torch": ("-c", "import torch"),
+        }
+        timings = interleave({name: partial(python, *arguments) for name, arguments in calls.items()}, turns=7)
     row = as_row({}, timings, "first token")
     print(row)
     print(store("cold_start", [row]))
