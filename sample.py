@@ -35,7 +35,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument_group("model").add_argument
     add("--checkpoint", metavar="PATH", help="a run, a checkpoint, a Hugging Face folder or hub name; default: the newest run")
     add("--device", default="auto", help="auto (default), cuda, cuda:1, mps or cpu")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the checkpoint's")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="auto (default): the checkpoint's")
     add("--compile", action="store_true", help="compile the decoding step first: pays for long texts")
     add("--no-cache", action="store_true", help="read the whole text again for each token: the same text, slowly")
     add = parser.add_argument_group("sampling").add_argument
@@ -43,8 +43,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--temperature", metavar="T", type=float, default=0.8, help="0: the best token; 1: its own odds; default: %(default)s")
     add("--top-k", metavar="K", type=int, default=50, help="draw among the K best; 0: off; default: %(default)s")
     add("--top-p", metavar="P", type=float, default=1.0, help="draw among the best with P of the probability; 1: off (default)")
-    add("--min-p", metavar="P", type=float, default=0.0, help="those at least P times as probable as the best; 0: off (default)")
-    add("--repetition-penalty", metavar="R", type=float, default=1.0, help="above 1, tokens of the text lose; 1: off (default)")
+    add("--min-p", metavar="P", type=float, default=0.0, help="draw among those at least P times as probable as the best; 0: off")
+    add("--repetition-penalty", metavar="R", type=float, default=1.0, help="above 1, tokens already in the text get less likely; 1: off")
     add("--seed", metavar="S", type=int, default=0, help="the same seed writes the same text; default: %(default)s")
     add("--num-samples", metavar="N", type=int, default=1, help="write N texts, with the seeds S, S + 1, ...; default: 1")
     add("--stop", metavar="TEXT", action="append", default=[], help="end before this text; may be given several times")
@@ -94,20 +94,10 @@ def load_model(args: argparse.Namespace) -> "tuple[Transformer, Tokenizer]":
     from weights import checkpoint, load
 
     device = choose_device(args.device)
-    dtype = choose_dtype(args.dtype, device) if args.dtype else None
+    dtype = None if args.dtype == "auto" else choose_dtype(args.dtype, device)
     model, tokenizer = load(args.checkpoint or checkpoint.newest(), device, dtype)
     choose_dtype(str(model.embed.weight.dtype).removeprefix("torch."), device)  # refuses a float16 checkpoint on a CPU
-    return model.eval(), tokenizer
-
-
-def compile_step(model: "Transformer", rows: int) -> bool:
-    """Compile now, and say how long it took; False where that does not work, which is warned of."""
-    from model.decoding import warm_up
-
-    seconds = warm_up(model, rows)
-    if seconds is not None:
-        notice(f"compiled in {seconds:.1f} s")
-    return seconds is not None
+    return model, tokenizer
 
 
 def draw_attention(args: argparse.Namespace, model: "Transformer", tokenizer: "Tokenizer", prompt: str) -> None:
@@ -144,21 +134,27 @@ def sample(args: argparse.Namespace) -> int:
 
 
 def print_texts(args: argparse.Namespace, model: "Transformer", tokenizer: "Tokenizer", prompt: str, sampling: "Sampling") -> int:
+    from model.decoding import warm_up
     from sampling.alternatives import HEADING, alternatives
     from sampling.text import prompt_ids, write
 
     rows, streamed = range(args.num_samples), args.num_samples == 1 and not args.no_stream
     options = {"stop": args.stop, "special": args.special, "overflow": args.overflow, "use_cache": not args.no_cache}
-    options["compile"] = args.compile and compile_step(model, len(rows))
+    compiling = warm_up(model, len(rows)) if args.compile else None
+    if compiling is not None:
+        notice(f"compiled in {compiling:.1f} s")
+    options["compile"] = compiling is not None
     steps = write(model, tokenizer, [prompt for _ in rows], args.max_new_tokens, sampling=sampling, seeds=args.seed, **options)
     texts, explained = [prompt for _ in rows], [[HEADING] for _ in rows]
     status, ended = 0, []
     emit(prompt if streamed else "")
-    speed = Speed(min(len(prompt_ids(tokenizer, prompt, args.special)), model.config.context_length))
+    prompt_tokens = min(len(prompt_ids(tokenizer, prompt, args.special)), model.config.context_length)
+    times, counts = [time.perf_counter()], list[int]()
     with interrupts() as interrupted:
         for written in steps:
             ended = written.step.ended
-            speed.count(sum(token is not None for token in written.step.ids))
+            times.append(time.perf_counter())
+            counts.append(sum(token is not None for token in written.step.ids))
             for r in rows:
                 texts[r] += written.pieces[r]
                 if args.logprobs is not None and written.step.ids[r] is not None:
@@ -174,7 +170,7 @@ def print_texts(args: argparse.Namespace, model: "Transformer", tokenizer: "Toke
         notice(f"the context of {model.config.context_length} tokens is full: --overflow slide goes on")
     if status == INTERRUPTED:
         notice("interrupted")
-    print(speed, file=sys.stderr)
+    print(speed(prompt_tokens, times, counts), file=sys.stderr)
     return status
 
 
@@ -195,26 +191,12 @@ def interrupts() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-class Speed:
-    """Tokens per second, of the prompt (until the first new token is there) and after it."""
-
-    def __init__(self, prompt_tokens: int):
-        self.prompt_tokens, self.new_tokens = prompt_tokens, 0
-        self.began = self.first = self.last = time.perf_counter()
-
-    def count(self, new_tokens: int) -> None:
-        self.last = time.perf_counter()
-        if self.first == self.began:
-            self.first = self.last
-        else:
-            self.new_tokens += new_tokens
-
-    def __str__(self) -> str:
-        prefill = self.prompt_tokens / max(self.first - self.began, 1e-9) if self.first > self.began else 0
-        decode = self.new_tokens / max(self.last - self.first, 1e-9)
-        return (
-            f"prefill {self.prompt_tokens} tokens, {prefill:.0f} tokens/s; decode {self.new_tokens} tokens, {decode:.0f} tokens/s"
-        )
+def speed(prompt_tokens: int, times: list[float], counts: list[int]) -> str:
+    """Tokens per second, of the prompt (until the first new token is there) and after it. `times`: when it began, and when each
+    step was there; `counts`: its new tokens."""
+    prefill = prompt_tokens / max(times[1] - times[0], 1e-9) if counts else 0
+    decode = sum(counts[1:]) / max(times[-1] - times[1], 1e-9) if counts else 0
+    return f"prefill {prompt_tokens} tokens, {prefill:.0f} tokens/s; decode {sum(counts[1:])} tokens, {decode:.0f} tokens/s"
 
 
 def emit(text: str) -> None:

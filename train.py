@@ -16,9 +16,11 @@ from configs import compose
 from configs.schema import TrainConfig
 from data.batches import Windows
 from data.prepare import prepare
+from model import Sampling
+from sampling import complete
 from training.batches import Batches, check_batch
 from training.device import choose_device, choose_dtype, set_up, try_compiled
-from training.evaluate import evaluate, sample
+from training.evaluate import evaluate
 from training.flops import flops_per_token, matmul_peak
 from training.launch import Outcome, launch
 from training.objective import NextTokenLoss, recompute_blocks
@@ -26,8 +28,8 @@ from training.optimizer import clip_gradients, make_optimizer, set_learning_rate
 from training.plan import make_plan, prediction, timed, update
 from training.plan_ranks import rank_plans
 from training.ranks import Ranks, callable_in_parts
-from training.reporting import Report, Scale, check_wandb, load_libraries, start_wandb
-from training.run import StopRequest, open_folder
+from training.reporting import Report, check_wandb, load_libraries, start_wandb
+from training.run import StopRequest, check_run_dir, open_folder
 from training.schedule import learning_rate_share
 from training.start import Start, trained_state, with_vocabulary
 from training.update import Precision, accumulate, require_finite
@@ -46,6 +48,8 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
     planned = Ranks(world=config.plan_ranks) if config.dry_run and config.plan_ranks else ranks
     micro_batch_size = check_batch(config.batch_size, config.micro_batch_size, planned.world)
     check_wandb(config.wandb)
+    if not (config.dry_run or config.eval_only):
+        check_run_dir(config.run_dir, bool(config.resume), config.overwrite)
     if config.parallel == "fsdp" and ranks.world == 1:
         say("parallel=fsdp is ignored: this is the only process (torchrun --nproc_per_node=N starts N)", file=sys.stderr)
 
@@ -64,7 +68,7 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
     if config.dry_run:
         switches = (config.checkpoint_activations, config.separate_documents)
         make = partial(make_plan, config.model, config.optimizer, batches, precision, *switches)
-        plan = make(config.steps)
+        plan = make(config.steps - progress.step)
         say(plan)
         if planned.world > 1:
             say(*rank_plans(plan, make, config.model, batches, precision).values(), sep="\n")
@@ -90,7 +94,7 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
         step = timed(lambda: update(wrapped, optimizer, batches.at(0)[0], ranks, precision), ranks)
         windows = min(len(validation), config.eval_windows or len(validation))
         each = timed(lambda: evaluation(min(windows, 16)), ranks) / min(windows, 16)
-        say(prediction(config.steps, step, config.eval_every or config.steps, each * windows, device))
+        say(prediction(config.steps - progress.step, step, config.eval_every or config.steps, each * windows, device))
         return Outcome()
 
     with (
@@ -103,8 +107,8 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
             if progress.step:
                 say("; ".join([f"going on from step {progress.step}", *compose.changes(folder.config, config)]))
             folder.begin(compose.to_yaml(config, tokenizer), progress, start.folder if config.resume else None)
-        tokens, peak = config.batch_size * context, matmul_peak(device, precision.dtype) * ranks.world
-        scale = Scale(config.steps, tokens, flops_per_token(model), peak)
+        tokens = config.batch_size * context
+        peak = ranks.world * matmul_peak(device, precision.dtype) / flops_per_token(model)  # tokens a second
 
         def save() -> None:
             state = ranks.gather(trained_state(model, optimizer, precision))
@@ -112,7 +116,7 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
                 folder.save(progress, config.model, state, tokenizer, config.keep_checkpoints)
             report.saved()
 
-        with Report(folder, wandb_run, progress, scale, device, began) as report:
+        with Report(folder, wandb_run, progress, config.steps, tokens, peak, device, began) as report:
             size = f"{sum(p.numel() for p in model.parameters()):,} parameters, {config.steps:,} steps of {tokens:,} tokens"
             report.say(f"{config.run_dir}: {size} in {precision.dtype} on {device}".replace("torch.", ""))
             while progress.step < config.steps and stop.signal is None:
@@ -127,14 +131,15 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
                 progress.advance(config.batch_size)
 
                 last, best = progress.step == config.steps, False
-                report.step(progress, loss, norm, share * config.optimizer.lr, log=progress.due(config.log_every) or last)
+                report.step(loss, norm, share * config.optimizer.lr, log=progress.due(config.log_every) or last)
                 if progress.due(config.eval_every) or last:
                     found = evaluation(config.eval_windows)
                     best = progress.improved(found.loss)
-                    report.evaluation(progress, found, best)
+                    report.evaluation(found, best)
                 if progress.due(config.sample_every) or last:
                     with callable_in_parts(objective):
-                        report.sample(progress, sample(model, tokenizer, config.prompt))
+                        text = complete(model, tokenizer, [config.prompt], 100, sampling=Sampling(temperature=0.8, top_k=50))
+                    report.sample(config.prompt + text[0])
                 if stop.requested() or last or best or progress.due(config.save_every or config.eval_every):
                     save()
 
@@ -146,7 +151,7 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
 
 
 def main() -> None:
-    launch(compose.jobs, lambda job, ranks: train(compose.to_config(job, weights.model_config), ranks))
+    launch(compose.jobs, lambda job, ranks: train(compose.to_config(job, weights.model_config, weights.tokenizer), ranks))
 
 
 if __name__ == "__main__":

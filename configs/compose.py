@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.schema import GROUPS, TrainConfig, register
+from configs.schema import GROUPS, TrainConfig
 from data.tokenizer import Tokenizer, TokenizerConfig
 from model import ModelConfig
 
@@ -32,6 +32,10 @@ class Job:
     composed: DictConfig
     overrides: tuple[str, ...]  # as they were typed
     number: int | None = None  # in a sweep
+
+    @property
+    def experiment(self) -> str:
+        return next((choice.partition("=")[2] for choice in self.overrides if choice.startswith("experiment=")), "")
 
 
 @contextmanager
@@ -52,7 +56,6 @@ def jobs() -> list[Job]:
         number = command.job.num if command.mode == RunMode.MULTIRUN else None
         found.append(Job(composed, tuple(command.overrides.task), number))
 
-    register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise here, rather than print a traceback and a hint
     warnings.filterwarnings("ignore", module="hydra")
     with TemporaryDirectory() as scratch:  # the sweeper writes a multirun.yaml, whatever it is told
@@ -70,8 +73,8 @@ def explain(error: Exception) -> str:
 
 
 @in_one_line()
-def to_config(job: Job, model_of: Callable[[str], ModelConfig]) -> TrainConfig:
-    """Raises ValueError for impossible values. `model_of` tells the architecture of what init_from names."""
+def to_config(job: Job, model_of: Callable[[str], ModelConfig], tokenizer_of: Callable[[str], Tokenizer]) -> TrainConfig:
+    """Raises ValueError for impossible values. `model_of` and `tokenizer_of` tell what is in the place that init_from names."""
     composed, typed = job.composed, [override.split("=")[0] for override in job.overrides]
     for override in job.overrides:
         if override.startswith(("+", "~")):
@@ -79,10 +82,10 @@ def to_config(job: Job, model_of: Callable[[str], ModelConfig]) -> TrainConfig:
     if job.number is not None and composed.run_dir:
         composed.run_dir = f"{composed.run_dir}/{job.number}"
     if composed.resume not in (None, "auto"):
-        for key in set(typed) & {"experiment", "init_from", "run_dir", "overwrite"}:
-            raise ValueError(f"{key} cannot be set with resume={composed.resume}: the run goes on as it is, where it is")
+        refuse_other(composed, typed)
     if composed.init_from:
-        composed = with_model_of(composed, typed, model_of)
+        refuse_model(job.experiment, composed.init_from)
+        composed = with_model_of(composed, typed, model_of, tokenizer_of)
     if composed.resume:
         composed = resumed(composed, typed)
     config = OmegaConf.to_object(composed)
@@ -90,14 +93,42 @@ def to_config(job: Job, model_of: Callable[[str], ModelConfig]) -> TrainConfig:
     return config
 
 
-def with_model_of(composed: DictConfig, typed: list[str], model_of: Callable[[str], ModelConfig]) -> DictConfig:
-    """init_from brings its model and its tokenizer."""
+def refuse_other(composed: DictConfig, typed: list[str]) -> None:
+    """A run that goes on stays where it is, and began where it began."""
+    run = run_of(composed.resume)
+    same = {
+        "run_dir": composed.run_dir and Path(composed.run_dir).resolve() == run.resolve(),
+        "overwrite": not composed.overwrite,
+    }
+    same["init_from"] = composed.init_from == read(run / "config.yaml").init_from
     for key in typed:
-        if key.split(".")[0] in ("model", "tokenizer") and key not in OPEN:
-            raise ValueError(f"{key} cannot be set: init_from={composed.init_from} brings its own {key.split('.')[0]}")
+        if key in ("experiment", *same) and not same.get(key):
+            raise ValueError(f"{key} cannot be set with resume={composed.resume}: the run goes on as it is, where it is")
+
+
+def refuse_model(experiment: str, init_from: str) -> None:
+    """An experiment that is made for a model of its own would lose half of what it says."""
+    preset = Path(__file__).parent / "experiment" / f"{experiment}.yaml"
+    if experiment and (own := re.search(r"^(  - override /)?(model|tokenizer):", preset.read_text(), flags=re.M)):
+        raise ValueError(f"experiment={experiment} cannot be set: init_from={init_from} brings its own {own[2]}")
+
+
+def with_model_of(
+    composed: DictConfig, typed: list[str], model_of: Callable[[str], ModelConfig], tokenizer_of: Callable[[str], Tokenizer]
+) -> DictConfig:
+    """init_from brings its model and its tokenizer; keys that say the same of them do no harm."""
     model = OmegaConf.structured(model_of(composed.init_from))
-    for key in set(typed) & set(OPEN):
-        model[key.removeprefix("model.")] = OmegaConf.select(composed, key)
+    for key in typed:
+        group, _, name = key.partition(".")
+        if group == "tokenizer":
+            its, wanted = tokenizer_of(composed.init_from), composed.tokenizer
+            same = its.name == wanted.name and (its.name != "bpe" or its.n_vocab == wanted.vocab_size)
+        else:
+            same = group != "model" or key in OPEN or (name and composed.model[name] == model[name])
+        if not same:
+            raise ValueError(f"{key} cannot be set: init_from={composed.init_from} brings its own {group}")
+        if key in OPEN:
+            model[name] = composed.model[name]
     composed.model = model
     composed.tokenizer = OmegaConf.structured(TokenizerConfig)  # stands for nothing here
     return composed

@@ -35,7 +35,7 @@ class TrainConfig:
     save_every: int | None = None  # null: after every evaluation; always at the end, and when stopped
     sample_every: int | None = None
     eval_windows: int | None = None  # evaluate the first so many windows of the validation split; null: all of them
-    keep_checkpoints: int = 2  # the newest ones, and the best besides
+    keep_checkpoints: int = 10  # the newest ones, and the best besides
     prompt: str = ""  # what samples during training continue
 
     run_dir: str | None = None  # null: runs/<date-time>
@@ -67,5 +67,4 @@ class TrainConfig:
 GROUPS = tuple(f.name for f in fields(TrainConfig) if is_dataclass(f.type))
 
 
-def register() -> None:
-    ConfigStore.instance().store(name="schema", node=TrainConfig)
+ConfigStore.instance().store(name="schema", node=TrainConfig)

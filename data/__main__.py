@@ -14,19 +14,31 @@ from data.tokenizer import TokenizerConfig
 
 
 def main(arguments: list[str]) -> None:
+    show(prepare(*requested(arguments), context_length=1))
+
+
+def requested(arguments: list[str]) -> tuple[DataConfig, TokenizerConfig]:
     settings = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
-    types = {field.name: field.type for field in dataclasses.fields(DataConfig)}
-    if unknown := settings.keys() - types.keys() - {"tokenizer", "vocab_size"}:
-        raise ValueError(f"{min(unknown)} is no setting: choose among tokenizer, vocab_size, {', '.join(types)}")
-    tokenizer = TokenizerConfig(settings.pop("tokenizer", "bpe"), int(settings.pop("vocab_size", 4096)))
-    data = DataConfig(**{key: read(value, types[key]) for key, value in settings.items()})
-    show(prepare(data, tokenizer, context_length=1))
+    types = {"tokenizer": str, "vocab_size": int, **{field.name: field.type for field in dataclasses.fields(DataConfig)}}
+    if unknown := settings.keys() - types.keys():
+        raise ValueError(f"{min(unknown)} is no setting: choose among {', '.join(types)}")
+    values = {key: read(key, text, types[key]) for key, text in settings.items()}
+    tokenizer = TokenizerConfig(values.pop("tokenizer", "bpe"), values.pop("vocab_size", 4096))
+    return DataConfig(**values), tokenizer
 
 
-def read(text: str, kind: Any) -> Any:
+def read(key: str, text: str, kind: Any) -> Any:
     if kind is Any:  # paths
         return text.split(",") if "," in text else text
-    return text if kind in (str, str | None) else json.loads(text.lower())
+    if kind in (str, str | None):
+        return text
+    try:
+        value = json.loads(text.lower().replace("_", ""))
+    except ValueError:
+        value = text
+    if not isinstance(value, kind):
+        raise ValueError(f"{key}={text} is no {getattr(kind, '__name__', kind)}")
+    return value
 
 
 def show(corpus: Corpus) -> None:

@@ -14,7 +14,7 @@ ROUNDS = 8
 
 def permute(indices: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     """Where a keyed permutation of range(n) sends the indices, in O(1) memory: a Feistel network (Luby and Rackoff,
-    1988) over the next even power of two, walked along its cycles until it comes back into range(n)."""
+    1988) over the next power of four, walked along its cycles until it comes back into range(n)."""
     half = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
     keys = np.random.SeedSequence((seed, epoch)).generate_state(ROUNDS, np.uint64)

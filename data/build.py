@@ -1,6 +1,7 @@
 """Documents to a folder of tokens, going on where an interrupted build stopped."""
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ from data.token_file import SHARD, TokenFile, TokenWriter, sync, token_dtype, wr
 from data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer, load_tokenizer, pieces
 
 BATCH = 1 << 23  # characters tokenised together
-PEEK = 1000  # documents looked at before choosing those to validate on
 FEW = 20  # of fewer documents than this, the end of the text is validated on
+PEEK = 1000  # documents looked at, or more, before choosing those to validate on
 BPE_SAMPLE = 100_000_000  # bytes of text that bpe trains on, at most
 SIDECAR = "corpus.json"
 PROGRESS = "progress.json"
@@ -76,8 +77,11 @@ def begin(partial: Path, source: Source, tokenizer: TokenizerConfig | Tokenizer,
 
 
 def choose_validation(source: Source, fraction: float) -> int:
-    """Documents whose key is below this are for validation; 0 stands for the end of the text."""
-    peek = FEW if source.share() is None else PEEK  # a stream is downloaded again
+    """Documents whose key is below this are for validation; 0 stands for the end of the text.
+
+    Up to 10 / fraction documents are counted, and the nearest whole number of them chosen. Of more, each is chosen with that
+    probability: that it chooses none is out of the question (e^-10)."""
+    peek = max(PEEK, math.ceil(10 / fraction))
     keys = sorted(document.key for document in islice(source.documents(), peek))
     if len(keys) < FEW:
         return 0

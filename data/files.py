@@ -147,7 +147,7 @@ def find_files(given: Any, key: str, say: Callable[[str], None]) -> list[Path]:
 
 def kind(path: Path) -> str:
     """How a file is read. One of an unknown kind is read as text if it is named, and left out if a folder is."""
-    return "." + path.name.lower().removesuffix(".gz").rpartition(".")[2]
+    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def stamp(path: Path) -> tuple[int, int]:

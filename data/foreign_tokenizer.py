@@ -97,13 +97,13 @@ class ForeignTokenizer(Tokenizer):
         named = self.tokenizer.token_to_id(token["content"] if isinstance(token, dict) else token)
         given = [read_json(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
         others = next((ids for ids in given if ids is not None), None)
-        ends = [named, *(others if isinstance(others, list) else [others])]
-        if ends == [None, None]:
+        ends = [token for token in [named, *(others if isinstance(others, list) else [others])] if token is not None]
+        if not ends:
             raise ValueError(
                 f"{folder} names no end-of-text token: give eos_token in tokenizer_config.json, or eos_token_id in "
                 "generation_config.json or config.json"
             )
-        return list(dict.fromkeys(token for token in ends if token is not None))
+        return list(dict.fromkeys(ends))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -40,8 +40,8 @@ BPE_PATTERN = (
 PIECE = 1 << 17  # characters
 SHARES = 64  # of a batch of texts, each a task for a thread
 # The last place where a new token starts in every encoding above, so that cutting there changes no id: of all that
-# is no blank, a token goes on with line ends only, and only after punctuation.
-CUT = re.compile(r"(?s:.*)(?:\S(?=[^\S\r\n])|[^\W_](?=[\r\n]))")
+# is no blank, a token goes on with line ends only, and only after punctuation. (Blanks of Unicode: Python's \s has four more.)
+CUT = re.compile(r"(?s:.*)(?:\S(?=[^\S\r\n\x1c-\x1f])|[^\W_](?=[\r\n]))")
 
 
 @dataclass

@@ -124,11 +124,13 @@ class MultiHeadAttention(nn.Module):
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
-    """The same equation in one kernel that never holds the (t, s) weights (Dao et al. 2022).
+    """The same equation in torch's fused kernel, which where it can does not store the (t, s) weights (Dao et al. 2022).
 
-    q (b, h, t, d), k and v (b, h / g, s, d) -> (b, h, t, d). `mask` None: causal, with t = s; torch's
-    is_causal aligns the first query with the first key, which is wrong as soon as t < s.
+    q (b, h, t, d), k and v (b, h / g, s, d) -> (b, h, t, d). `mask` None: causal, the last query at the last key. (torch's
+    is_causal puts the first query at the first key, which is the same for t = s only.)
     """
+    if mask is None and q.size(2) != k.size(2):
+        mask = causal_mask(q.size(2), k.size(2), q.device)
     groups = q.size(1) // k.size(1)
     same_for_all_heads = mask is None or mask.dim() == 2 or mask.size(-3) == 1
     if groups > 1 and q.size(2) == 1 and same_for_all_heads:

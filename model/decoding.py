@@ -49,14 +49,14 @@ class Compiled:
                 logits = self.step(self.model, tokens, at, mask, self.kv.layers)
         except RuntimeError as error:  # the kinds that torch.compile raises
             self.failed = True
-            warnings.warn(f"decoding could not be compiled and goes on without: {reason(error)}", stacklevel=2)
+            warnings.warn(f"decoding could not be compiled and goes on without: {why(error)}", stacklevel=2)
             return self.model(tokens, self.kv)
         self.checked = True
         self.kv.advance(1)
         return logits
 
 
-def reason(error: BaseException) -> str:
+def why(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     return next((line for line in lines if line and not line.endswith("raised:")), type(error).__name__)
 

@@ -37,25 +37,16 @@ class Step:
 
 @dataclass
 class Row:
-    """A text, and where the window that the model sees begins: at most `context_length` tokens back."""
+    """What the model sees of a text: its newest tokens, at most `context_length`."""
 
-    ids: list[int]
-    start: int = 0
+    window: list[int]
     ended: str | None = None
-
-    @property
-    def window(self) -> list[int]:
-        return self.ids[self.start :]
-
-    def __len__(self) -> int:
-        """Of the window."""
-        return len(self.ids) - self.start
 
     def append(self, token: int, context_length: int) -> None:
         """A window that would outgrow the context keeps its last half, and goes on from there."""
-        self.ids.append(token)
-        if len(self) > context_length:
-            self.start = len(self.ids) - max(1, context_length // 2)
+        self.window.append(token)
+        if len(self.window) > context_length:
+            self.window = self.window[-max(1, context_length // 2) :]
 
 
 def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
@@ -101,7 +92,7 @@ def stream(
     seeds = range(seeds, seeds + len(prompts)) if isinstance(seeds, int) else seeds
     if len(seeds) != len(prompts):
         raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one each, or a single number")
-    rows = [Row(list(prompt), max(0, len(prompt) - model.config.context_length)) for prompt in prompts]
+    rows = [Row(list(prompt[-model.config.context_length :])) for prompt in prompts]
     weight = model.embed.weight
     chooser = Chooser(sampling or Sampling(), prompts, seeds, weight.size(0), n_vocab, weight.device)
     score = Cached(model, rows, max_new_tokens, compile).logits if use_cache else partial(recomputed, model)
@@ -153,7 +144,7 @@ def run(
             row.append(token, context)
             if token in stop_ids or (until is not None and until(r, token)):
                 row.ended = "stop"
-            elif overflow == "stop" and len(row.ids) >= context:
+            elif overflow == "stop" and len(row.window) >= context:
                 row.ended = "context"
             elif n == max_new_tokens:
                 row.ended = "length"
@@ -186,22 +177,22 @@ class Cached:
 
     def __init__(self, model: Transformer, rows: list[Row], max_new_tokens: int, compile: bool = False):
         self.model = model
-        self.cache = model.new_cache(len(rows), max(map(len, rows)) + max_new_tokens)
+        self.cache = model.new_cache(len(rows), max(len(row.window) for row in rows) + max_new_tokens)
         self.step: Callable[[Tensor], Tensor] = Compiled(model, self.cache) if compile else partial(model, cache=self.cache)
-        self.starts: list[int] = []  # of the windows that the cache holds
+        self.lengths: list[int] = []  # of the windows that the cache holds
 
     def logits(self, rows: list[Row]) -> Tensor:
-        if not self.starts:
+        if not self.lengths:
             logits = self.prefill([row.window for row in rows])
         else:
             for r, row in enumerate(rows):
-                if row.start != self.starts[r] and row.ended is None:
+                if row.ended is None and len(row.window) != self.lengths[r] + 1:
                     self.refill(r, row.window[:-1])
             # All but the newest token is in. A row that has ended repeats its last, which nobody reads.
-            self.cache.cut([len(row) - 1 for row in rows])
-            newest = torch.tensor([row.ids[-1:] for row in rows], device=self.cache.lengths.device)
+            self.cache.cut([len(row.window) - 1 for row in rows])
+            newest = torch.tensor([row.window[-1:] for row in rows], device=self.cache.lengths.device)
             logits = self.step(newest)[:, -1]
-        self.starts = [row.start for row in rows]
+        self.lengths = [len(row.window) for row in rows]
         return logits
 
     def prefill(self, windows: list[list[int]]) -> Tensor:

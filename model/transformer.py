@@ -131,6 +131,7 @@ class Transformer(nn.Module):
         Attention does not cross an `end_of_text` (which is for training: no cache)."""
         at, mask = self.place(tokens.size(1), cache)
         if end_of_text is not None:
+            assert cache is None, "documents are kept apart in training only"
             mask = attention_mask(self.position, at, at) if mask is None else mask
             mask = torch.where(same_document(tokens, end_of_text), mask, -math.inf)
         x = self.transform(tokens, at, mask, [None] * len(self.blocks) if cache is None else cache.layers)

@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "configs": {"model", "data", "training"},
     "sampling": {"model", "data"},
     "sample.py": {"model", "data", "weights", "sampling", "training"},
-    "train.py": {"model", "data", "weights", "training", "configs"},
+    "train.py": {"model", "data", "weights", "sampling", "training", "configs"},
 }
 OURS = {name.removesuffix(".py") for name in MAY_IMPORT} | {"benchmarks", "tests"}
 FORBIDDEN = {"utils", "common", "helpers", "misc"}

@@ -106,6 +106,10 @@ def test_a_dry_run_tells_the_plan_and_leaves_nothing(tmp_path, monkeypatch):
     assert re.search(r"time +\d+:\d\d: 6 steps of [\d.e-]+ s, 1 evaluations of [\d.e-]+ s", out)
     assert re.search(r"measured +[\d,.]+ MiB", out)
     assert not (tmp_path / "runs").exists()
+    finished(*tiny(tmp_path, "run_dir=run", "steps=4"))
+    left = finished("resume=run", "steps=10", "eval_every=3", "dry_run=true").out
+    assert re.search(r"time +\d+:\d\d: 6 steps of [\d.e-]+ s, 2 evaluations", left)
+    assert int(re.search(r"tokens +([\d,]+): ", left)[1].replace(",", "")) == 6 * 4 * 16
 
 
 @pytest.mark.slow

@@ -158,6 +158,14 @@ def test_bpe_never_sees_the_documents_it_is_validated_on(prepared, tmp_path):
     assert corpus.tokenizer.fingerprint == train_bpe(seen, 300).fingerprint
 
 
+def test_one_of_a_thousand_documents_is_validated_on_whole_and_unseen(prepared, tmp_path):
+    texts = [ENGLISH[i * 50 : (i + 1) * 50] for i in range(1000)]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    corpus = prepared(put(tmp_path / "a.jsonl", rows), "bpe", val_fraction=0.00004)
+    (held_out,) = documents(corpus, "val")
+    assert corpus.tokenizer.fingerprint == train_bpe([text for text in texts if text != held_out], 300).fingerprint
+
+
 def test_fewer_than_twenty_documents_are_validated_on_their_end(prepared, tmp_path):
     texts = notes(tmp_path / "notes", 19)
     corpus = prepared(tmp_path / "notes", val_fraction=0.2)

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 import data.__main__ as look
 import sample
 from benchmarks.tables import filled
-from configs.schema import TrainConfig, register
+from configs.schema import TrainConfig
 from tests.tiny_runs import command, write_text
 
 ROOT = Path(__file__).parent.parent
@@ -43,7 +43,6 @@ def test_the_readme_shows_both_programs():
 
 @pytest.mark.parametrize("words", commands("train.py"), ids=" ".join)
 def test_every_train_command_composes(words):
-    register()
     overrides = [
         re.sub(r"=([^=,\[\]]+),.*$", r"=\1", word) for word in words if word not in ("-m", "--multirun")
     ]  # a sweep's first
@@ -110,9 +109,19 @@ def test_every_sample_command_runs(place, words, monkeypatch):
 
 
 def test_the_command_that_shows_the_data_runs(place, capsys):
-    words, *_ = commands("data")
+    words, *others = commands("data")
     look.main(words)
     assert "tokens 0 to 64" in capsys.readouterr().out
+    assert others
+    for words in others:  # of data that is elsewhere
+        settings, _ = look.requested(words)
+        assert settings.max_tokens == 10_000_000_000 and settings.streaming
+
+
+@pytest.mark.parametrize("wrong", ["max_tokens=many", "streaming=1", "vocab_size=4096.5", "val_fraction=1/2"])
+def test_a_setting_of_another_kind_is_named(wrong):
+    with pytest.raises(ValueError, match=f"^{wrong.split('.')[0]}.* is no (int|bool|float)"):
+        look.requested([wrong])
 
 
 def test_every_module_that_is_run_exists():
@@ -152,7 +161,6 @@ def test_the_table_has_every_key():
 
 
 def test_the_table_has_every_default():
-    register()
     with initialize_config_dir(str(ROOT / "configs"), version_base=None):
         defaults = compose("train")
     chosen = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / "train.yaml").defaults)

@@ -14,7 +14,7 @@ from training.curves import draw_losses
 from training.evaluate import Evaluation
 from training.flops import flops_per_token, matmul_parameters, matmul_peak
 from training.launch import Outcome, sweep_table
-from training.reporting import Report, Scale, clock, peak_memory
+from training.reporting import Report, clock, peak_memory
 from training.run import Progress, RunFolder
 
 CPU = torch.device("cpu")
@@ -26,16 +26,15 @@ def folder(tmp_path):
 
 
 def report(folder, steps=10, done=0):
-    return Report(folder, None, Progress(step=done), Scale(steps, 1000, 2e6, 1e12), CPU, time.perf_counter())
+    return Report(folder, None, Progress(step=done), steps, 1000, 1e12 / 2e6, CPU, time.perf_counter())
 
 
 def test_a_line_tells_what_is_worth_knowing(folder, capsys):
-    progress = Progress(step=990)
     with report(folder, steps=1000, done=990) as told:
         for step in (991, 992):
             time.sleep(0.05)
-            progress.advance(4)
-            told.step(progress, loss=2.5, norm=0.75, lr=3e-4, log=step == 992)
+            told.progress.advance(4)
+            told.step(loss=2.5, norm=0.75, lr=3e-4, log=step == 992)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
     figures = r"loss 2.5000 \| lr 3.0e-04 \| norm 0.75 \| ([\d,]+) tokens/s \| \d+% of peak \| [\d.]+ GiB \| 0:0\d left"
     found = re.fullmatch(rf"step  992/1000 \| {figures}", line)
@@ -48,17 +47,16 @@ def test_a_line_tells_what_is_worth_knowing(folder, capsys):
 
 
 def test_time_is_put_down_to_what_it_was_spent_on(folder, capsys):
-    progress = Progress()
     with report(folder) as told:
         for what in ("step", "evaluation", "sample", "save"):
             time.sleep(0.2)
-            progress.advance(4)
+            told.progress.advance(4)
             if what == "step":
-                told.step(progress, 2.5, 1.0, 1e-3, log=True)
+                told.step(2.5, 1.0, 1e-3, log=True)
             elif what == "evaluation":
-                told.evaluation(progress, Evaluation(2.0, 7.4, 1.5, 100), best=True)
+                told.evaluation(Evaluation(2.0, 7.4, 1.5, 100), best=True)
             elif what == "sample":
-                told.sample(progress, "text")
+                told.sample("text")
             else:
                 told.saved()
         spent = dict(told.seconds)
@@ -70,16 +68,15 @@ def test_time_is_put_down_to_what_it_was_spent_on(folder, capsys):
 
 
 def test_speed_and_shares_leave_out_what_is_not_training(folder):
-    progress = Progress()
     with report(folder) as told:
         time.sleep(0.05)
-        progress.advance(4)
-        told.step(progress, 2.5, 1.0, 1e-3, log=True)
+        told.progress.advance(4)
+        told.step(2.5, 1.0, 1e-3, log=True)
         time.sleep(0.5)
-        told.evaluation(progress, Evaluation(2.0, 7.4, 1.5, 100), best=True)
+        told.evaluation(Evaluation(2.0, 7.4, 1.5, 100), best=True)
         time.sleep(0.05)
-        progress.advance(4)
-        told.step(progress, 2.5, 1.0, 1e-3, log=True)
+        told.progress.advance(4)
+        told.step(2.5, 1.0, 1e-3, log=True)
     speeds = [row["time/tokens_per_second"] for row in folder.read_metrics() if "train/loss" in row]
     assert all(speed > 10_000 for speed in speeds)
 
@@ -92,25 +89,25 @@ class Terminal(io.StringIO):
 def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     shown = Terminal()
-    progress = Progress()
     monkeypatch.setattr(sys, "stderr", shown)
     with report(RunFolder(tmp_path)) as told:
         for _ in range(10):
             time.sleep(0.02)
-            progress.advance(4)
-            told.step(progress, 2.5, 0.75, 3e-4, log=False)
+            told.progress.advance(4)
+            told.step(2.5, 0.75, 3e-4, log=False)
         told.bar.refresh()
     for part in ("10/10", "loss 2.5000", "lr 3.0e-04", "norm 0.75", "tokens/s", "of peak", "GiB", "<"):
         assert part in shown.getvalue(), part
 
 
 def test_another_rank_says_and_writes_nothing(tmp_path, capsys, monkeypatch):
-    progress, shown = Progress(step=1), Terminal()
+    shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
     with report(None) as told:
-        told.step(progress, 2.5, 1.0, 1e-3, log=True)
-        told.evaluation(progress, Evaluation(2.0, 7.4, 1.5, 100), best=True)
-        told.sample(progress, "text")
+        told.progress.advance(4)
+        told.step(2.5, 1.0, 1e-3, log=True)
+        told.evaluation(Evaluation(2.0, 7.4, 1.5, 100), best=True)
+        told.sample("text")
         told.saved()
     assert (capsys.readouterr().out, shown.getvalue()) == ("", "")
 

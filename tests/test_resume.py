@@ -112,6 +112,10 @@ def test_what_makes_no_sense_with_resume_is_refused(run, key):
     assert (refused.status, key.split("=")[0] in refused.last) == (1, True)
 
 
+def test_what_is_so_already_may_be_said_again(run):
+    assert "is finished: 6 of steps=6" in finished(f"resume={run}", f"run_dir={run}/", "overwrite=false", "init_from=null").out
+
+
 def test_resume_of_what_is_no_run(tmp_path):
     assert "does not exist" in command(f"resume={tmp_path}/nowhere").last
     assert "no config.yaml" in command(f"resume={tmp_path}").last

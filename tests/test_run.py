@@ -16,8 +16,8 @@ from nursery import Nursery
 from tiny_runs import command, contents, differing, finished, metrics, state, tiny
 
 from training.ranks import Ranks
-from training.run import Progress, StopRequest, dated
-from training.update import NonFinite, Precision, require_finite
+from training.run import Progress, RunFolder, StopRequest, dated
+from training.update import Precision, require_finite
 from weights import checkpoint
 
 
@@ -167,6 +167,34 @@ def test_the_last_checkpoints_and_the_best_are_kept(folder, tmp_path):
     assert about["best_val_loss"] == next(row["val/loss"] for row in metrics(run) if row["step"] == best and "val/loss" in row)
 
 
+def test_best_does_not_point_to_what_was_given_up(folder, tmp_path):
+    """The best of the steps that count was not kept: there was a better one, of steps that are now given up."""
+    run = RunFolder(tmp_path / "run")
+    for step in (1, 4, 5):
+        (run.checkpoints / f"step-{step:08d}").mkdir(parents=True)
+    checkpoint.point(run.checkpoints / "best", run.checkpoints / "step-00000005")
+    run.begin("", Progress(step=4, best_loss=1.0, best_step=1), run.checkpoints / "step-00000004")
+    assert (run.checkpoints / "best").resolve().name == "step-00000001"
+    checkpoint.point(run.checkpoints / "best", run.checkpoints / "step-00000005")
+    run.begin("", Progress(step=4, best_loss=1.0, best_step=2), run.checkpoints / "step-00000004")
+    assert not (run.checkpoints / "best").is_symlink()
+
+
+def test_a_place_for_the_run_is_looked_at_before_anything_is_read(run, folder, tmp_path):
+    for where, why in ((run, "is not empty"), (folder / "text.txt" / "x", "cannot be made")):
+        refused = command(*tiny(folder, f"run_dir={where}", "data.path=no.txt"))
+        assert f"run_dir={where} {why}" in refused.last and "no.txt" not in refused.err
+
+
+def test_a_disk_that_is_full_from_the_start(folder, tmp_path):
+    tiny(folder)
+    finished(*tiny(folder, f"run_dir={tmp_path}/first", "steps=1"))  # its tokens are there
+    with full_disk(100):
+        failed = command(*tiny(folder, f"run_dir={tmp_path}/run"))
+    assert "could not be written" in failed.last
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_loss_or_gradient_that_is_not_finite_stops_before_the_weights_move(folder, tmp_path, monkeypatch):
     run = tmp_path / "run"
     finished(*tiny(folder, f"run_dir={run}", "steps=2"))
@@ -184,7 +212,7 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_before_the_weights_move(fol
 def test_require_finite(loss, norm):
     scaler = Precision(torch.device("cpu"), torch.float32).scaler
     require_finite(1.0, 1.0, 4, scaler)
-    with pytest.raises(NonFinite, match="^step 5: the (loss|gradient) is not finite"):
+    with pytest.raises(ValueError, match="^step 5: the (loss|gradient) is not finite"):
         require_finite(loss, norm, 4, scaler)
 
 

@@ -33,6 +33,11 @@ def test_wsd_stays_until_its_decay_and_falls_in_a_line():
     assert values[80] == pytest.approx(0.5)
 
 
+def test_a_decay_that_begins_in_the_warm_up_makes_no_jump():
+    values = shares(steps=30, name="wsd", warmup_steps=20, decay_fraction=1.0, final=0.0)
+    assert values == pytest.approx([min((step + 1) / 20, (30 - step) / 30) for step in range(30)])
+
+
 def test_a_run_shorter_than_its_warm_up_only_warms_up():
     assert shares(steps=5) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
 

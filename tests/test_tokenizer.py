@@ -107,6 +107,14 @@ def test_cutting_a_text_changes_no_id(name, monkeypatch):
     assert tokenizer.encode(text) == tokenizer.encoding.encode_ordinary(text)
 
 
+def test_no_cut_before_what_only_python_calls_a_blank(monkeypatch):
+    monkeypatch.setattr(data.tokenizer, "PIECE", 8)
+    ranks = {**BYTES.ranks, b"!\x1c": 256}
+    tokenizer = TiktokenTokenizer("bpe", BPE_PATTERN, ranks, {"<|endoftext|>": 257})
+    text = "a !!!!\x1c!!!!!!"
+    assert 256 in tokenizer.encode(text) == tokenizer.encoding.encode_ordinary(text)
+
+
 @given(st.lists(st.text("ab \n.", max_size=90)), st.integers(1, 40))
 def test_pieces_do_not_depend_on_how_the_text_arrives(parts, size):
     with patch.object(data.tokenizer, "PIECE", size):
@@ -311,8 +319,10 @@ def test_a_chat_template_is_kept(tmp_path):
 
 
 def test_a_foreign_tokenizer_without_an_end_of_text_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="names no end-of-text token"):
-        byte_level(tmp_path)
+    for named in ("{}", '{"eos_token_id": null}', '{"eos_token_id": []}'):
+        (tmp_path / "config.json").write_text(named)
+        with pytest.raises(ValueError, match="names no end-of-text token"):
+            byte_level(tmp_path)
 
 
 def test_a_foreign_decoder_that_is_not_understood_is_refused(tmp_path):

@@ -17,7 +17,7 @@ from hydra import initialize_config_dir
 import train
 import weights
 from configs import compose
-from configs.schema import TrainConfig, register
+from configs.schema import TrainConfig
 from training.ranks import Ranks
 from weights import checkpoint
 
@@ -65,10 +65,9 @@ def command(*arguments: str) -> Command:
 
 def configured(*arguments: str) -> TrainConfig:
     """What `python train.py ...` hands to `train`."""
-    register()
     with initialize_config_dir(str(Path(train.__file__).parent / "configs"), version_base=None):
         composed = compose_with_hydra("train", list(arguments))
-    return compose.to_config(compose.Job(composed, arguments), weights.model_config)
+    return compose.to_config(compose.Job(composed, arguments), weights.model_config, weights.tokenizer)
 
 
 def write_text(folder: Path, words: int = 3000) -> Path:

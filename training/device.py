@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from model.decoding import why
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cuda", "mps", "cpu")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
@@ -66,7 +68,7 @@ def try_compiled(objective: nn.Module, step: nn.Module, batch: tuple[Tensor, Ten
         loss.backward()
     except RuntimeError as error:  # the kinds that torch.compile raises
         objective._compiled_call_impl = None
-        reason = next((line for line in map(str.strip, str(error).splitlines()) if line), type(error).__name__)
+        reason = why(error)
     step.zero_grad(set_to_none=True)
     return reason
 

@@ -1,4 +1,4 @@
-"""How well the model predicts text it was not trained on (the same tokens each time), and what it writes itself."""
+"""How well the model predicts text it was not trained on, the same tokens each time."""
 
 import math
 from collections.abc import Iterator
@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from data.batches import IGNORED, Windows
-from data.tokenizer import Tokenizer
-from model import Sampling, Transformer, generate
 from training.objective import NextTokenLoss
 from training.ranks import Ranks
 
@@ -26,7 +24,9 @@ class Evaluation:
 
 
 def evaluate(objective: NextTokenLoss, windows: Windows, batch_size: int, ranks: Ranks, limit: int | None = None) -> Evaluation:
-    """Mean loss over the first `limit` windows (None: all), which do not overlap; the ranks share the work."""
+    """Mean loss over the first `limit` windows (None: all); no target is counted twice, and the ranks share the work.
+
+    Bytes per token are those of the whole split, so with a limit bits per byte are an estimate."""
     device, was_training = next(objective.parameters()).device, objective.training
     batches = share_of(windows, min(limit or len(windows), len(windows)), batch_size, ranks)
     objective.eval()
@@ -49,11 +49,3 @@ def share_of(windows: Windows, count: int, batch_size: int, ranks: Ranks) -> Ite
         tokens, targets = windows.batch(at.clamp(max=count - 1).tolist())
         targets[at >= count] = IGNORED
         yield tokens, targets
-
-
-def sample(model: Transformer, tokenizer: Tokenizer, prompt: str, n_tokens: int = 100) -> str:
-    """The prompt and how the model goes on: always the same, for the same model."""
-    ids = [*tokenizer.prefix, *tokenizer.encode(prompt)] or [tokenizer.end_of_text]
-    options = {"sampling": Sampling(temperature=0.8, top_k=50), "n_vocab": tokenizer.n_vocab, "stop_ids": tokenizer.ends}
-    new = generate(model, [ids], n_tokens, **options)[0]
-    return prompt + tokenizer.decode([token for token in new if token not in tokenizer.ends])

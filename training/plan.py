@@ -57,7 +57,7 @@ class Plan:
                 *rows("parameters", self.parameters, lambda count: f"{count:,}"),
                 f"tokens        {self.tokens:,}: {self.epochs:.2f} epochs, {each:.1f} a parameter (Chinchilla's: {CHINCHILLA})",
                 f"arithmetic    {self.flops:.3g} floating-point operations",
-                f"KV cache      {self.cache:,} bytes a token in float32",
+                f"KV cache      {self.cache:,} bytes a token and row in float32",
                 *rows("memory at its peak", self.memory | {"process": self.process}, mib),
                 f"free          {mib(self.free)}" + ("" if self.fits else f": too little. {REMEDY}"),
             ]

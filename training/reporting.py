@@ -35,31 +35,34 @@ class WandbConfig:
             raise ValueError(f"wandb.mode={self.mode} is not one of {', '.join(WANDB_MODES)}")
 
 
-@dataclass
-class Scale:
-    """What turns steps into shares: of the run, and of what the device can do."""
-
-    steps: int
-    tokens_per_step: int
-    flops_per_token: float
-    peak: float  # FLOP/s of a plain matrix product, over all ranks
-
-
 class Report:
     """Prints and writes on rank 0; `folder` None (another rank) keeps it silent. Time that passes between two calls is put down
-    to what the second one tells of."""
+    to what the second one tells of.
+
+    steps, tokens  of the whole run; of one step
+    peak           tokens a second, if the device did nothing but matrix products
+    """
 
     def __init__(
-        self, folder: RunFolder | None, wandb_run: Any, progress: Progress, scale: Scale, device: torch.device, began: float
+        self,
+        folder: RunFolder | None,
+        wandb_run: Any,
+        progress: Progress,
+        steps: int,
+        tokens: int,
+        peak: float,
+        device: torch.device,
+        began: float,
     ):
-        self.folder, self.wandb_run, self.progress, self.scale, self.device = folder, wandb_run, progress, scale, device
+        self.folder, self.wandb_run, self.progress, self.device = folder, wandb_run, progress, device
+        self.steps, self.tokens, self.peak = steps, tokens, peak
         self.seconds: dict[str, float] = defaultdict(float)
         self.mark = self.drawn = began
         self.first = self.since = progress.step  # of this process; of the current log line
         self.busy = 0.0  # training seconds since the last log line
         self.samples: list[list[Any]] = []
         self.bar = tqdm(
-            total=scale.steps,
+            total=steps,
             initial=progress.step,
             disable=True if folder is None else None,  # None: on a terminal only
             dynamic_ncols=True,
@@ -78,58 +81,58 @@ class Report:
         self.seconds[what] += passed
         return passed
 
-    def at(self, progress: Progress) -> str:
-        return f"step {progress.step:>{len(str(self.scale.steps))}}/{self.scale.steps}"
+    def at(self) -> str:
+        return f"step {self.progress.step:>{len(str(self.steps))}}/{self.steps}"
 
     def say(self, text: str) -> None:
         if self.folder is not None:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
-    def step(self, progress: Progress, loss: float, norm: float, lr: float, log: bool) -> None:
+    def step(self, loss: float, norm: float, lr: float, log: bool) -> None:
         """`loss`: global mean over the step's targets; `norm`: the gradient's before clipping; `log`: a line and a row, too."""
         self.busy += self.lap("training")
-        steps = progress.step - self.since
-        speed = steps * self.scale.tokens_per_step / self.busy
-        share = speed * self.scale.flops_per_token / self.scale.peak
+        done = self.progress.step
+        speed = (done - self.since) * self.tokens / self.busy
+        share = speed / self.peak
         gib = peak_memory(self.device) / 2**30
         figures = f"loss {loss:.4f} | lr {lr:.1e} | norm {norm:.2f} | {speed:,.0f} tokens/s | {share:.0%} of peak | {gib:.2f} GiB"
         self.bar.set_postfix_str(figures, refresh=False)
         self.bar.update()
         if log:
-            left = (self.scale.steps - progress.step) * (self.mark - self.started) / (progress.step - self.first)
-            self.say(f"{self.at(progress)} | {figures} | {clock(left)} left")
+            left = (self.steps - done) * (self.mark - self.started) / (done - self.first)
+            self.say(f"{self.at()} | {figures} | {clock(left)} left")
             values = {"train/loss": loss, "train/lr": lr, "train/grad_norm": norm}
-            self.row(progress, values | {"time/tokens_per_second": speed, "time/peak_share": share, "time/memory_gib": gib})
-            self.since, self.busy = progress.step, 0.0
+            self.row(values | {"time/tokens_per_second": speed, "time/peak_share": share, "time/memory_gib": gib})
+            self.since, self.busy = done, 0.0
         self.lap("reporting")
 
-    def evaluation(self, progress: Progress, found: Evaluation, best: bool) -> None:
+    def evaluation(self, found: Evaluation, best: bool) -> None:
         self.lap("evaluation")
-        self.say(f"{self.at(progress)} | {found}{' | best' if best else ''}")
-        self.row(progress, {"val/loss": found.loss, "val/ppl": found.perplexity, "val/bpb": found.bits_per_byte})
+        self.say(f"{self.at()} | {found}{' | best' if best else ''}")
+        self.row({"val/loss": found.loss, "val/ppl": found.perplexity, "val/bpb": found.bits_per_byte})
         self.lap("reporting")
 
-    def sample(self, progress: Progress, text: str) -> None:
+    def sample(self, text: str) -> None:
         self.lap("samples")
-        self.say("\n".join([f"--- sample at step {progress.step}", text, "---"]))
-        self.samples.append([progress.step, text])
+        self.say("\n".join([f"--- sample at step {self.progress.step}", text, "---"]))
+        self.samples.append([self.progress.step, text])
         if self.wandb_run is not None:
             import wandb  # heavy, and optional
 
-            self.wandb_run.log({"samples": wandb.Table(["step", "text"], self.samples)}, step=progress.step)
+            self.wandb_run.log({"samples": wandb.Table(["step", "text"], self.samples)}, step=self.progress.step)
         self.lap("reporting")
 
-    def row(self, progress: Progress, values: dict[str, float]) -> None:
+    def row(self, values: dict[str, float]) -> None:
         if self.folder is not None:
-            self.folder.append_metrics({"step": progress.step, **values})
+            self.folder.append_metrics({"step": self.progress.step, **values})
         if self.wandb_run is not None:
-            self.wandb_run.log(values, step=progress.step)
+            self.wandb_run.log(values, step=self.progress.step)
 
     def saved(self) -> None:
         """A checkpoint was written: draw what led to it, unless that was done a moment ago, or comes at the end anyway."""
         self.lap("checkpoints")
-        if self.folder is not None and self.mark - self.drawn > DRAW_EVERY and self.progress.step < self.scale.steps:
+        if self.folder is not None and self.mark - self.drawn > DRAW_EVERY and self.progress.step < self.steps:
             draw_losses(self.folder)
             self.drawn = self.mark
         self.lap("reporting")
@@ -182,7 +185,10 @@ def load_libraries(config: WandbConfig) -> None:
 
 def start_wandb(config: WandbConfig, folder: RunFolder, progress: Progress, settings: dict[str, Any]) -> Any:
     """A wandb run that continues progress.wandb_id, or None. Never asks, never waits for a login."""
-    if config.mode == "disabled" or not installed():
+    if config.mode == "disabled":
+        return None
+    if not installed():
+        warnings.warn("wandb is not installed: this run is told in metrics.jsonl alone", stacklevel=2)
         return None
     import wandb  # heavy, and optional
 

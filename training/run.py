@@ -59,8 +59,8 @@ class RunFolder:
         self.metrics, self.config = path / "metrics.jsonl", path / "config.yaml"
 
     def begin(self, config: str, progress: Progress, start: Path | None) -> None:
-        """Bring the folder to the state it had at `progress`: of an earlier run that is replaced, or of steps that were lost or
-        given up, nothing stays that the run is about to write again."""
+        """Bring config, metrics and links to what they were at `progress`; of an earlier run that is replaced nothing stays.
+        Checkpoints of steps that were given up stay until the run comes there again."""
         if progress.step == 0:
             shutil.rmtree(self.checkpoints, ignore_errors=True)
             for path in (self.metrics, self.path / "loss.png"):
@@ -75,6 +75,8 @@ class RunFolder:
             best = self.checkpoints / f"step-{progress.best_step:08d}"
             if best.exists():
                 checkpoint.point(self.checkpoints / "best", best)
+            else:  # what it points to, if anything, is of steps that were given up
+                (self.checkpoints / "best").unlink(missing_ok=True)
         checkpoint.write_text(self.config, config)
 
     def append_metrics(self, row: dict[str, Any]) -> None:
@@ -104,18 +106,28 @@ class RunFolder:
                 shutil.rmtree(old)
 
 
+def check_run_dir(run_dir: str | None, resume: bool, overwrite: bool) -> None:
+    """Raise ValueError for a folder that is not for this run, or cannot be."""
+    path = Path(run_dir or "runs")
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"run_dir={path} cannot be made ({there} is no folder that you may write to): choose another run_dir")
+    others = {entry.name for entry in path.iterdir()} - UNBEGUN if run_dir and there is path else set()
+    is_run = (path / "config.yaml").exists()
+    if others and not resume and not (overwrite and is_run):
+        remedy = f"resume={path} continues the run in it, overwrite=true replaces it"
+        raise ValueError(f"run_dir={path} is not empty: {remedy if is_run else 'choose another run_dir'}")
+
+
 @contextmanager
 def open_folder(run_dir: str | None, resume: bool, overwrite: bool) -> Iterator[RunFolder]:
     """The folder of a run that goes on, or of a new one, owned by this process. Until `begin`, nothing that was there is touched,
     and what was not there goes away again if something fails."""
+    check_run_dir(run_dir, resume, overwrite)
     made = not run_dir or not Path(run_dir).is_dir()
     try:
         folder = RunFolder(Path(run_dir) if run_dir else dated())
         folder.path.mkdir(parents=True, exist_ok=True)
-        is_run, others = folder.config.exists(), {entry.name for entry in folder.path.iterdir()} - UNBEGUN
-        if others and not resume and not (overwrite and is_run):
-            remedy = f"resume={folder.path} continues the run in it, overwrite=true replaces it"
-            raise ValueError(f"run_dir={folder.path} is not empty: {remedy if is_run else 'choose another run_dir'}")
         lock = (folder.path / ".lock").open("a")  # goes with the process, however it ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -129,10 +141,8 @@ def open_folder(run_dir: str | None, resume: bool, overwrite: bool) -> Iterator[
             yield folder
         finally:
             if not folder.config.exists():  # never begun
-                shutil.rmtree(folder.path / "wandb", ignore_errors=True)
-                (folder.path / ".lock").unlink()
-                if made:
-                    folder.path.rmdir()
+                for path in [folder.path] if made else [folder.path / name for name in UNBEGUN]:
+                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def dated() -> Path:

@@ -11,7 +11,7 @@ class ScheduleConfig:
 
     name: str = "cosine"
     warmup_steps: int = 100
-    final: float = 0.1  # share of the peak at the last step
+    final: float = 0.1  # share of the peak where the schedule ends, one step after the last
     decay_fraction: float = 0.5  # wsd only
 
     def __post_init__(self) -> None:
@@ -27,10 +27,10 @@ class ScheduleConfig:
 
 def learning_rate_share(config: ScheduleConfig, step: int, steps: int) -> float:
     """What step number `step` (from 0) of `steps` multiplies the peak learning rate by."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
+    warmup = (step + 1) / max(1, config.warmup_steps)
     if config.name == "cosine":
         done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
-        return config.final + (1 - config.final) * (1 + math.cos(math.pi * min(1.0, done))) / 2
-    left = (steps - step) / max(1.0, config.decay_fraction * steps)
-    return config.final + (1 - config.final) * min(1.0, max(0.0, left))
+        left = (1 + math.cos(math.pi * min(1.0, max(0.0, done)))) / 2
+    else:
+        left = max(0.0, (steps - step) / max(1.0, config.decay_fraction * steps))
+    return min(1.0, warmup, config.final + (1 - config.final) * left)

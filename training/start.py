@@ -1,6 +1,6 @@
 """What a run starts from: weights drawn anew, a model from a file, or a checkpoint of its own; and what the last one holds."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ from model import ModelConfig, Transformer
 from training.ranks import part_like
 from training.run import Progress
 from training.update import Precision
-from weights import checkpoint, load, locate
-
-OPEN = ("dropout", "context_length")  # what may be another than in the file
+from weights import checkpoint, locate
+from weights.huggingface import read_model
 
 
 def trained_state(model: Transformer, optimizer: torch.optim.Optimizer, precision: Precision) -> dict[str, Any]:
@@ -43,15 +42,14 @@ class Start:
         if self.folder is None:
             torch.manual_seed(seed)
             return Transformer(config)
-        loaded = load(self.folder, dtype=torch.float32)[0]
+        loaded = read_model(self.folder, dtype=torch.float32)
         if loaded.config == config:
             return loaded
-        has, wants = asdict(loaded.config), asdict(config)
-        changed = [f"model.{key}: {has[key]} -> {wants[key]}" for key in has if has[key] != wants[key] and key not in OPEN]
-        if wants["context_length"] > has["context_length"]:
-            changed.append(f"model.context_length: {has['context_length']} -> {wants['context_length']}, which is longer")
-        if changed:
-            raise ValueError(f"{self.folder} holds another model ({'; '.join(changed)}): drop these keys")
+        had, length = loaded.config, config.context_length
+        if length > had.context_length:
+            raise ValueError(f"model.context_length: {had.context_length} -> {length}, which is longer: drop this key")
+        if replace(config, dropout=had.dropout, context_length=had.context_length) != had:
+            raise ValueError(f"{self.folder} holds {had}, which cannot become {config}")
         model, weights = Transformer(config), loaded.state_dict()
         if config.position == "learned":
             weights["position.table.weight"] = weights["position.table.weight"][: config.context_length]

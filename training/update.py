@@ -10,10 +10,6 @@ from training.batches import Batch
 from training.ranks import Ranks
 
 
-class NonFinite(ValueError):
-    """The loss or the gradient is NaN or infinite; the weights have not been touched."""
-
-
 class Precision:
     """What the matrix products run in, and float16's loss scaler (which does nothing for other dtypes)."""
 
@@ -53,11 +49,11 @@ def accumulate(
 
 
 def require_finite(loss: float, norm: float, step: int, scaler: torch.amp.GradScaler) -> None:
-    """Raise NonFinite before the update. A float16 gradient may overflow now and then: the scaler skips it and scales down."""
+    """Raise ValueError before the update. A float16 gradient may overflow now and then: the scaler skips it and scales down."""
     if math.isfinite(loss) and (math.isfinite(norm) or (scaler.is_enabled() and scaler.get_scale() > 1)):
         return
     what, way = ("gradient", "backward") if math.isfinite(loss) else ("loss", "forward")
-    raise NonFinite(
+    raise ValueError(
         f"step {step + 1}: the {what} is not finite (loss {loss:.4g}, gradient norm {norm:.4g}): the {way} pass overflowed; the "
         "weights were not touched. Try a lower optimizer.lr, a longer schedule.warmup_steps, or dtype=float32"
     )

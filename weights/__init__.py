@@ -14,10 +14,11 @@ from weights.huggingface_config import read_config
 def load(path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> tuple[Transformer, Tokenizer]:
     """A model and its tokenizer from a run, a checkpoint, a Hugging Face folder, or else the name of a model on the hub.
 
-    The dtype defaults to that of the file. Raises FileNotFoundError or ValueError, in one line, for what cannot be loaded.
+    The model is in eval mode, in the dtype of its file if none is given. Raises FileNotFoundError or ValueError, in one line, for
+    what cannot be loaded.
     """
     folder = locate(path)
-    return read_model(folder, device, dtype), load_tokenizer(folder)
+    return read_model(folder, device, dtype).eval(), load_tokenizer(folder)
 
 
 def locate(path: str | Path) -> Path:
@@ -27,3 +28,7 @@ def locate(path: str | Path) -> Path:
 
 def model_config(path: str | Path) -> ModelConfig:
     return read_config(locate(path))[1]
+
+
+def tokenizer(path: str | Path) -> Tokenizer:
+    return load_tokenizer(locate(path))

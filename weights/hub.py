@@ -11,7 +11,7 @@ MEANING = {  # of the client's errors
     "GatedRepoError": "{name} is gated: accept its terms on {hub}/{repo}, then run `hf auth login`",
     "RepositoryNotFoundError": "{name} is no folder here and no model on {hub} (if it is private: run `hf auth login`)",
     "RevisionNotFoundError": "{repo} on {hub} has no revision {revision}",
-    "LocalEntryNotFoundError": "{name} is no folder here and not in the hub's cache, and {hub} {trouble}: try again later",
+    "LocalEntryNotFoundError": "{name} is no folder here, not in the hub's cache, and {hub} {trouble}: check it, or try later",
     "EntryNotFoundError": "{repo} on {hub} has no config.json: it is no model for transformers",
     "HFValidationError": "{name} does not exist here, and is no name of a model on {hub} (owner/model)",
     "Exception": "{name} cannot be downloaded: {error}",  # of the network or the disk
