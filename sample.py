@@ -44,7 +44,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--top-k", metavar="K", type=int, default=50, help="draw among the K best; 0: off; default: %(default)s")
     add("--top-p", metavar="P", type=float, default=1.0, help="draw among the best with P of the probability; 1: off (default)")
     add("--min-p", metavar="P", type=float, default=0.0, help="draw among those at least P times as probable as the best; 0: off")
-    add("--repetition-penalty", metavar="R", type=float, default=1.0, help="above 1, tokens already in the text get less likely; 1: off")
+    add(
+        "--repetition-penalty",
+        metavar="R",
+        type=float,
+        default=1.0,
+        help="above 1, tokens already in the text get less likely; 1: off",
+    )
     add("--seed", metavar="S", type=int, default=0, help="the same seed writes the same text; default: %(default)s")
     add("--num-samples", metavar="N", type=int, default=1, help="write N texts, with the seeds S, S + 1, ...; default: 1")
     add("--stop", metavar="TEXT", action="append", default=[], help="end before this text; may be given several times")
@@ -59,6 +65,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error("--prompt and --prompt-file are two prompts: give one")
     if args.compile and args.no_cache:
         parser.error("--compile is for the step that reads the cache: leave --no-cache out")
+    if args.checkpoint == "":
+        parser.error("--checkpoint is empty: give a path or a name, or leave it out")
+    if any(text != text.encode(errors="replace").decode() for text in args.stop):
+        parser.error("--stop is not UTF-8, and no text could ever hold it")
     if args.num_samples < 1:
         parser.error(f"--num-samples={args.num_samples} must be at least 1")
     if args.logprobs is not None and args.logprobs < 0:
@@ -208,6 +218,9 @@ def notice(text: object) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     args = parse(sys.argv[1:] if arguments is None else arguments)
     warnings.showwarning = lambda message, *rest, **more: notice(message)
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -53,7 +53,7 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
     if config.parallel == "fsdp" and ranks.world == 1:
         say("parallel=fsdp is ignored: this is the only process (torchrun --nproc_per_node=N starts N)", file=sys.stderr)
 
-    start = Start(config.resume, config.init_from)
+    start = Start(config.resume, config.init_from, needs_model=config.eval_only)
     progress, context = start.progress, config.model.context_length
     if progress.step >= config.steps and not (config.eval_only or config.dry_run):
         say(f"{config.run_dir} is finished: {progress.step} of steps={config.steps} are done. Raise steps to go on")
@@ -61,6 +61,9 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
     quiet = None if ranks.main else say
     corpus = ranks.main_first(lambda: prepare(config.data, start.tokenizer() or config.tokenizer, context, quiet))
     tokenizer = corpus.tokenizer
+    if progress.corpus not in ("", corpus.folder.name) and not config.eval_only:
+        say(f"the data is not that of step {progress.step}: {progress.corpus} -> {corpus.folder.name}", file=sys.stderr)
+    progress.corpus = corpus.folder.name
     config = replace(config, model=with_vocabulary(config.model, tokenizer))
     validation = Windows(corpus.val, context, seed=None)
     batches = Batches(Windows(corpus.train, context, config.seed), config.batch_size, micro_batch_size, planned, device)

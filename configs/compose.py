@@ -5,17 +5,18 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from configs.schema import GROUPS, TrainConfig
 from data.tokenizer import Tokenizer, TokenizerConfig
@@ -66,6 +67,9 @@ def jobs() -> list[Job]:
 
 def explain(error: Exception) -> str:
     """What Hydra or OmegaConf says, in one line, without what does not hold here or means nothing to a user."""
+    if isinstance(error, OverrideParseException):
+        key, _, value = str(error.override).partition("=")
+        return f"{error.override} cannot be read: put the value into quotes of its own, '{key}=\"{value}\"'"
     text = ": ".join(" ".join(str(part).rstrip(".").split()) for part in (error, error.__cause__) if part)
     noise = r"\. To append to your config use [^:]*| (reference|object)_type=\w+| full_key: \S+|Config search path:.*"
     text = re.sub(noise, "", text)
@@ -79,6 +83,9 @@ def to_config(job: Job, model_of: Callable[[str], ModelConfig], tokenizer_of: Ca
     for override in job.overrides:
         if override.startswith(("+", "~")):
             raise ValueError(f"{override}: keys are neither added nor removed, they are set: drop the {override[0]}")
+    for key in typed:
+        if key != "prompt" and OmegaConf.select(composed, key) == "":
+            raise ValueError(f"{key}= is empty: give it a value, or leave it out")
     if job.number is not None and composed.run_dir:
         composed.run_dir = f"{composed.run_dir}/{job.number}"
     if composed.resume not in (None, "auto"):
@@ -171,7 +178,14 @@ def run_of(path: str) -> Path:
 
 def read(path: Path) -> DictConfig:
     """A run's config.yaml. The tokenizer that init_from brought is in the checkpoints, and may have no name of ours."""
-    saved = OmegaConf.merge(OmegaConf.structured(TrainConfig), OmegaConf.load(path))
+    try:
+        loaded = OmegaConf.load(path)
+        if not isinstance(loaded, DictConfig) or not {*GROUPS} <= loaded.keys():
+            raise ValueError(f"it lacks some of {', '.join(GROUPS)}")
+        saved = OmegaConf.merge(OmegaConf.structured(TrainConfig), loaded)
+    except (ValueError, OSError, YAMLError, OmegaConfBaseException) as error:
+        why = " ".join(str(error).split())[:120]
+        raise ValueError(f"{path} is damaged ({why}): init_from={path.parent} starts a new run from its weights") from None
     assert isinstance(saved, DictConfig)
     if saved.init_from:
         saved.tokenizer = OmegaConf.structured(TokenizerConfig)
@@ -180,7 +194,7 @@ def read(path: Path) -> DictConfig:
 
 def to_yaml(config: TrainConfig, tokenizer: Tokenizer) -> str:
     """What config.yaml holds: every key, resolved, without those that say what to do with an earlier run."""
-    values, defaults = OmegaConf.structured(config), TrainConfig()
+    values, defaults = structured(config), TrainConfig()
     for key in LIVE:
         values[key] = getattr(defaults, key)
     if config.init_from:
@@ -190,7 +204,20 @@ def to_yaml(config: TrainConfig, tokenizer: Tokenizer) -> str:
 
 def changes(path: Path, config: TrainConfig) -> list[str]:
     """What `config` changes of the run whose config.yaml is at `path`."""
-    return list(differences(read(path), OmegaConf.structured(config)).values())
+    return list(differences(read(path), structured(config)).values())
+
+
+def structured(config: TrainConfig) -> DictConfig:
+    """With ${...} in texts and paths as it stands there, not as a reference to another key."""
+
+    def literal(value: Any) -> Any:
+        if isinstance(value, dict | list):
+            return {k: literal(v) for k, v in value.items()} if isinstance(value, dict) else [literal(v) for v in value]
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+    values = OmegaConf.merge(OmegaConf.structured(TrainConfig), literal(asdict(config)))
+    assert isinstance(values, DictConfig)
+    return values
 
 
 def differences(before: DictConfig, after: DictConfig) -> dict[str, str]:

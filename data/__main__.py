@@ -28,6 +28,8 @@ def requested(arguments: list[str]) -> tuple[DataConfig, TokenizerConfig]:
 
 
 def read(key: str, text: str, kind: Any) -> Any:
+    if not text:
+        raise ValueError(f"{key}= is empty: give it a value, or leave it out")
     if kind is Any:  # paths
         return text.split(",") if "," in text else text
     if kind in (str, str | None):
@@ -36,7 +38,7 @@ def read(key: str, text: str, kind: Any) -> Any:
         value = json.loads(text.lower().replace("_", ""))
     except ValueError:
         value = text
-    if not isinstance(value, kind):
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{key}={text} is no {getattr(kind, '__name__', kind)}")
     return value
 

@@ -1,5 +1,6 @@
 """Documents to a folder of tokens, going on where an interrupted build stopped."""
 
+import errno
 import json
 import math
 import os
@@ -52,6 +53,10 @@ def build(
         except ValueError:  # the source or the settings must change
             shutil.rmtree(partial, ignore_errors=True)
             raise
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise OSError(f"{partial} could not be written ({error.strerror}): make room there, or set data.cache_dir") from None
     content = {"request": request, "tokenizer": builder.tokenizer.fingerprint, "dtype": builder.dtype.name, "shard": SHARD}
     content |= {split: builder.count(split) for split in ("train", "val")}
     write_atomically(partial / SIDECAR, json.dumps(content, indent=1))
@@ -81,7 +86,8 @@ def choose_validation(source: Source, fraction: float) -> int:
 
     Up to 10 / fraction documents are counted, and the nearest whole number of them chosen. Of more, each is chosen with that
     probability: that it chooses none is out of the question (e^-10)."""
-    peek = max(PEEK, math.ceil(10 / fraction))
+    few = FEW if source.share() is None else PEEK  # a stream is downloaded again
+    peek = max(few, math.ceil(10 / fraction))
     keys = sorted(document.key for document in islice(source.documents(), peek))
     if len(keys) < FEW:
         return 0

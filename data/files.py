@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -86,8 +87,8 @@ def json_rows(path: Path, file: io.TextIOWrapper, column: str) -> Iterator[tuple
         where = f"{path} line {number}"
         try:
             row = json.loads(line) if line.strip() else None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where} is not JSON ({error}): one object a line is needed") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where} is not JSON that can be read ({error}): one object a line is needed") from None
         if not isinstance(row, dict | None):
             raise ValueError(f"{where} holds a {type(row).__name__}: one object a line is needed")
         if row is not None:
@@ -99,6 +100,11 @@ def csv_rows(path: Path, file: io.TextIOWrapper, column: str) -> Iterator[tuple[
     reader = csv.DictReader(file, strict=True)
     try:
         for row in reader:
+            if None in row or None in row.values():
+                raise ValueError(
+                    f"{path} line {reader.line_num} has {'more' if None in row else 'fewer'} fields than the header's "
+                    f"{len(row) - (None in row)}: put a text that has commas in it into double quotes"
+                )
             yield f"{path} line {reader.line_num}", row
     except csv.Error as error:
         raise ValueError(f"{path} line {reader.reader.line_num} is not CSV: {error}") from None
@@ -114,7 +120,7 @@ def parquet_rows(path: Path, file: io.TextIOWrapper, column: str) -> Iterator[tu
         batches = table.iter_batches(batch_size=256, columns=[column])
         for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
             yield f"{path} row {number}", row
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a parquet file: {str(error).splitlines()[0]}") from None
 
 
@@ -124,7 +130,7 @@ KINDS = (".txt", ".md", *READERS)
 
 def find_files(given: Any, key: str, say: Callable[[str], None]) -> list[Path]:
     """The files that a file, folder or glob, or a list of these, names, each once. Says what folders hold besides."""
-    items = [Path(item).expanduser() for item in ([given] if isinstance(given, str | Path) else given)]
+    items = [Path(os.path.expanduser(str(item))) for item in (given if isinstance(given, list | tuple) else [given])]
     found: dict[Path, None] = {}
     left_out: Counter[str] = Counter()
     for item in items:
@@ -134,6 +140,8 @@ def find_files(given: Any, key: str, say: Callable[[str], None]) -> list[Path]:
         for match in matches:
             for path in sorted(match.rglob("*")) if match.is_dir() else [match]:
                 hidden = any(part.startswith(".") for part in path.relative_to(match).parts)
+                if path.exists() and not (path.is_file() or path.is_dir()):
+                    raise ValueError(f"{key}={path} is a pipe or device, which can be read once: save it to a file first")
                 if path == match or (path.is_file() and not hidden and kind(path) in KINDS):
                     found[path] = None
                 elif path.is_file() and not hidden:
@@ -142,7 +150,7 @@ def find_files(given: Any, key: str, say: Callable[[str], None]) -> list[Path]:
         raise ValueError(f"{key}={given} holds no {', '.join(KINDS)} files (nor such .gz files)")
     if left_out:
         say(f"not read in {given}: {', '.join(f'{n} x {suffix}' for suffix, n in left_out.most_common(8))}")
-    return list(found)
+    return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
 
 
 def kind(path: Path) -> str:

@@ -97,10 +97,12 @@ def locked(path: Path, say: Report) -> Any:
 def find(cache: Path, request: dict[str, Any], say: Report) -> Corpus | None:
     """A complete corpus made by an equal request, or by one whose tokenizer turned out equal."""
     for sidecar in sorted(cache.glob(f"*/{SIDECAR}")):
-        made = json.loads(sidecar.read_text())
-        equal = any(
-            {**made["request"], "tokenizer": known} == request for known in (made["request"]["tokenizer"], made["tokenizer"])
-        )
+        try:
+            made = json.loads(sidecar.read_text())
+            equal = any({**made["request"], "tokenizer": t} == request for t in (made["request"]["tokenizer"], made["tokenizer"]))
+        except (ValueError, KeyError, TypeError):
+            say(f"{sidecar} is damaged, or not ours: it is left alone")
+            continue
         if equal and sidecar.parent.suffix != PARTIAL:
             try:
                 return load(sidecar.parent, reused=True)

@@ -37,6 +37,7 @@ BPE_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,2}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s{1,512}(?!\S)|\s{1,512}"
 )
+MOST = 1 << 24  # ids
 PIECE = 1 << 17  # characters
 SHARES = 64  # of a batch of texts, each a task for a thread
 # The last place where a new token starts in every encoding above, so that cutting there changes no id: of all that
@@ -59,6 +60,8 @@ class TokenizerConfig:
             raise ValueError(
                 f"tokenizer.vocab_size={self.vocab_size} is too small for bpe: 256 bytes and end-of-text need at least 257"
             )
+        if self.name == "bpe" and self.vocab_size is not None and self.vocab_size > MOST:
+            raise ValueError(f"tokenizer.vocab_size={self.vocab_size} is too much for bpe: at most {MOST}")
 
 
 class Tokenizer(Protocol):
@@ -181,16 +184,24 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """What `save` wrote, or the tokenizer.json of a Hugging Face model."""
-    if (folder / FILE_NAME).is_file():
-        content = json.loads((folder / FILE_NAME).read_text())
-        ranks = {base64.b64decode(token): rank for rank, token in enumerate(content["ranks"])}
-        return TiktokenTokenizer(content["name"], content["pattern"], ranks, content["special_tokens"])
-    if (folder / "tokenizer.json").is_file():
+    """What `save` wrote, or the tokenizer.json of a Hugging Face model. Raises ValueError for what is missing or damaged."""
+    path = next((folder / name for name in (FILE_NAME, "tokenizer.json") if (folder / name).is_file()), None)
+    if path is None:
+        raise ValueError(f"{folder} holds no tokenizer: neither {FILE_NAME} nor tokenizer.json")
+    try:
+        if path.name == FILE_NAME:
+            content = json.loads(path.read_text())
+            ranks = {base64.b64decode(token): rank for rank, token in enumerate(content["ranks"])}
+            return TiktokenTokenizer(content["name"], content["pattern"], ranks, content["special_tokens"])
         from data.foreign_tokenizer import ForeignTokenizer  # imports `tokenizers`, which few runs need
 
         return ForeignTokenizer(folder)
-    raise ValueError(f"{folder} holds no tokenizer: neither {FILE_NAME} nor tokenizer.json")
+    except Exception as error:  # damaged files raise many types, `tokenizers` Exception itself
+        if type(error) is ValueError:  # ours
+            raise
+        found = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        remedy = "fetch them again, or use another checkpoint"
+        raise ValueError(f"{path}, or a file that belongs to it, is damaged ({found}): {remedy}") from None
 
 
 def build_tokenizer(config: TokenizerConfig, texts: Callable[[], Iterable[str]]) -> Tokenizer:

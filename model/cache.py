@@ -88,8 +88,8 @@ class KVCache:
         self.cut(other.lengths[rows].tolist())
 
     def row(self, r: int) -> "KVCache":
-        """Row r of this cache as a cache of its own, emptied, that writes into the same memory. `cut` the whole one afterwards: its
-        `longest` does not follow."""
+        """Row r of this cache as a cache of its own, emptied, that writes into the same memory. `cut` the whole one afterwards:
+        its `longest` does not follow."""
         one = copy.copy(self)
         one.layers = [LayerCache(layer.keys[r : r + 1], layer.values[r : r + 1]) for layer in self.layers]
         one.lengths = self.lengths[r : r + 1].zero_()

@@ -1,6 +1,7 @@
 """The numbers that define an architecture, and which of them fit together."""
 
 from dataclasses import dataclass
+from math import inf
 
 POSITIONS = ("rope", "learned", "sinusoidal", "alibi", "none")
 NORMS = ("rmsnorm", "layernorm")
@@ -42,15 +43,19 @@ class ModelConfig:
         sizes = ("vocab_size", "context_length", "n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff", "head_dim")
         for name in sizes:
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"model.{name}={value} must be at least 1")
+            if value is not None and not (isinstance(value, int) and 1 <= value < 2**31):
+                raise ValueError(f"model.{name}={value} must be a whole number of at least 1 (and below 2^31)")
+        for name in ("bias", "qk_norm", "tie_embeddings", "zero_init"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"model.{name}={getattr(self, name)} must be true or false")
         for name, kinds in (("position", POSITIONS), ("norm", NORMS), ("mlp", MLPS)):
             if getattr(self, name) not in kinds:
                 raise ValueError(f"model.{name}={getattr(self, name)} is not one of {', '.join(kinds)}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"model.dropout={self.dropout} must be at least 0 and below 1")
-        if self.norm_eps <= 0 or self.rope_theta <= 0:
-            raise ValueError(f"model.norm_eps={self.norm_eps} and model.rope_theta={self.rope_theta} must be above 0")
+        for name in ("norm_eps", "rope_theta"):
+            if not 0 < getattr(self, name) < inf:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be above 0, and finite")
         if self.rope_scaling is not None and set(self.rope_scaling) != set(ROPE_SCALING):
             raise ValueError(f"model.rope_scaling has {sorted(self.rope_scaling)}; it needs {', '.join(ROPE_SCALING)}")
         check_heads(self.d_model, self.n_heads, self.n_kv_heads, self.head_dim)

@@ -34,7 +34,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, fits, needed in (
-            ("repetition_penalty", 0 < self.repetition_penalty < inf, "above 0 (1: off)"),
+            ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 1e3, "from 0.001 to 1000 (1: off)"),
             ("temperature", 0 <= self.temperature < inf, "0 (greedy) or above"),
             ("top_k", self.top_k >= 0, "0 (off) or above"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
@@ -116,8 +116,9 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
         return logits
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     probabilities = ordered.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities  # an id is kept if those before it do not reach p
-    return torch.full_like(logits, -inf).scatter(-1, ids, ordered.masked_fill(before >= p, -inf))
+    reached = probabilities.cumsum(dim=-1) - probabilities >= p  # by those before it
+    reached[..., 0] = False  # the best stays, even for a p that is 0 in float32
+    return torch.full_like(logits, -inf).scatter(-1, ids, ordered.masked_fill(reached, -inf))
 
 
 def keep_min_p(logits: Tensor, p: float) -> Tensor:

@@ -91,7 +91,9 @@ def masks(h: int, t: int, s: int) -> dict[str, torch.Tensor | None]:
 MASKED = [(kind, t) for kind in ("aligned", "ragged", "alibi", "ragged alibi") for t in (9, 4, 1)]
 
 
-@pytest.mark.parametrize(("kind", "t"), [("plain", 9), ("plain", 1), ("plain, longer keys", 4), ("plain, longer keys", 1), *MASKED])
+@pytest.mark.parametrize(
+    ("kind", "t"), [("plain", 9), ("plain", 1), ("plain, longer keys", 4), ("plain, longer keys", 1), *MASKED]
+)
 @pytest.mark.parametrize("layout", HEADS)
 def test_fused_is_the_reference_forward_and_backward(layout, kind, t):
     h, kv, s = 4, HEADS[layout], t if kind == "plain" else 9

@@ -19,14 +19,16 @@ REMEDY = "Lower micro_batch_size, model.context_length or the model's size"
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
     """`auto` takes the best there is; a device asked for by name is used or refused, never replaced."""
-    kind = name.split(":")[0]
-    if kind not in DEVICES:
-        raise ValueError(f"device={name} is not one of {', '.join(DEVICES)}")
+    kind, _, number = name.partition(":")
+    if kind not in DEVICES or (":" in name and not (number.isdecimal() and kind != "auto")):
+        raise ValueError(f"device={name} is not one of {', '.join(DEVICES)} (or cuda:1 and so on)")
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if kind == "auto":
         kind = name = next(kind for kind, found in there.items() if found)
     if not there[kind]:
         raise ValueError(f"device={name} was asked for, but this torch ({torch.__version__}) finds none: use device=auto or cpu")
+    if kind == "cuda" and int(number or local_rank) >= torch.cuda.device_count():
+        raise ValueError(f"device={name} was asked for, but there are only {torch.cuda.device_count()} such devices")
     return torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
 
 

@@ -1,6 +1,7 @@
 """A run, or the runs of a sweep: what came of each, and what the process says of it in the end."""
 
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +48,9 @@ def sweep_table(jobs: list[Outcome]) -> str:
 def launch(jobs: Callable[[], Sequence[Any]], run: Callable[[Any, Ranks], Outcome]) -> None:
     """Run every job (which has `overrides`), in this process or this rank; exits with a status other than 0 if that came of it.
     An error is one line. In a sweep it does not end the other runs."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     ranks, outcomes = Ranks.from_environment(), list[Outcome]()
     try:
         found = jobs()

@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ WANDB_MODES = ("online", "offline", "disabled")
 
 @dataclass(kw_only=True)
 class WandbConfig:
-    """`mode` null: online if this machine is logged in and has a network, else offline."""
+    """`mode` null: WANDB_MODE of the environment, else online if this machine is logged in and has a network, else offline."""
 
     mode: str | None = None
     project: str = "sprout"
@@ -33,6 +34,13 @@ class WandbConfig:
     def __post_init__(self) -> None:
         if self.mode is not None and self.mode not in WANDB_MODES:
             raise ValueError(f"wandb.mode={self.mode} is not one of {', '.join(WANDB_MODES)}")
+        if found := sorted({*self.project} & {*"/\\#?%:"}):
+            raise ValueError(f"wandb.project={self.project} has {' '.join(found)}, which wandb does not allow: take it out")
+
+    @property
+    def asked(self) -> str | None:
+        """The mode that somebody asked for."""
+        return self.mode or os.environ.get("WANDB_MODE") or None
 
 
 class Report:
@@ -86,8 +94,11 @@ class Report:
 
     def say(self, text: str) -> None:
         if self.folder is not None:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            try:
+                tqdm.write(text, file=sys.stdout)
+                sys.stdout.flush()
+            except OSError:  # nobody reads any more; the run goes on, and metrics.jsonl tells of it
+                sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
 
     def step(self, loss: float, norm: float, lr: float, log: bool) -> None:
         """`loss`: global mean over the step's targets; `norm`: the gradient's before clipping; `log`: a line and a row, too."""
@@ -97,8 +108,9 @@ class Report:
         share = speed / self.peak
         gib = peak_memory(self.device) / 2**30
         figures = f"loss {loss:.4f} | lr {lr:.1e} | norm {norm:.2f} | {speed:,.0f} tokens/s | {share:.0%} of peak | {gib:.2f} GiB"
-        self.bar.set_postfix_str(figures, refresh=False)
-        self.bar.update()
+        with suppress(OSError):  # its terminal may be gone
+            self.bar.set_postfix_str(figures, refresh=False)
+            self.bar.update()
         if log:
             left = (self.steps - done) * (self.mark - self.started) / (done - self.first)
             self.say(f"{self.at()} | {figures} | {clock(left)} left")
@@ -142,7 +154,8 @@ class Report:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         progress = self.progress
-        self.bar.close()
+        with suppress(OSError):
+            self.bar.close()
         if self.folder is not None and kind is None:
             draw_losses(self.folder)
         if self.wandb_run is not None:
@@ -166,9 +179,11 @@ def clock(seconds: float) -> str:
 
 def check_wandb(config: WandbConfig) -> None:
     """Raise ValueError for a mode that cannot work here, before anything is read or written."""
+    if config.asked not in (None, *WANDB_MODES):
+        raise ValueError(f"WANDB_MODE={config.asked} is not one of {', '.join(WANDB_MODES)}")
     if config.mode in ("online", "offline") and not installed():
         raise ValueError(f"wandb.mode={config.mode}, but wandb is not installed: pip install wandb, or wandb.mode=disabled")
-    if config.mode == "online" and not logged_in():
+    if config.asked == "online" and not logged_in():
         raise ValueError("wandb.mode=online, but there is no wandb key here: run `wandb login`, or use wandb.mode=offline")
 
 
@@ -177,7 +192,7 @@ def load_libraries(config: WandbConfig) -> None:
     import matplotlib.backends.backend_agg
     import matplotlib.figure  # noqa: F401  # heavy
 
-    if config.mode != "disabled" and installed():
+    if config.asked != "disabled" and installed():
         import wandb  # heavy, and optional
 
         wandb.Table(["step", "text"], [[0, ""]])  # imports more
@@ -185,7 +200,7 @@ def load_libraries(config: WandbConfig) -> None:
 
 def start_wandb(config: WandbConfig, folder: RunFolder, progress: Progress, settings: dict[str, Any]) -> Any:
     """A wandb run that continues progress.wandb_id, or None. Never asks, never waits for a login."""
-    if config.mode == "disabled":
+    if config.asked == "disabled":
         return None
     if not installed():
         warnings.warn("wandb is not installed: this run is told in metrics.jsonl alone", stacklevel=2)
@@ -195,16 +210,16 @@ def start_wandb(config: WandbConfig, folder: RunFolder, progress: Progress, sett
     progress.wandb_id = progress.wandb_id or secrets.token_hex(4)
     quiet: dict[str, Any] = dict.fromkeys(("silent", "x_disable_stats", "x_disable_meta", "disable_git", "disable_code"), True)
     options: dict[str, Any] = {"dir": folder.path, "project": config.project, "name": config.name or folder.path.name}
-    options |= {"mode": config.mode or ("online" if logged_in() else "offline"), "id": progress.wandb_id, "resume": "allow"}
+    options |= {"mode": config.asked or ("online" if logged_in() else "offline"), "id": progress.wandb_id, "resume": "allow"}
     options |= {"allow_val_change": True, "config": settings}
     options["settings"] = wandb.Settings(**quiet, console="off", init_timeout=20)
     try:
         return wandb.init(**options)
     except (wandb.errors.CommError, wandb.errors.UsageError) as error:
         reason = " ".join(str(error).split())[:100]
-        if config.mode is not None:
+        if config.asked is not None:
             remedy = "use wandb.mode=offline, and `wandb sync` later"
-            raise ValueError(f"wandb.mode={config.mode} failed ({reason}): {remedy}") from None
+            raise ValueError(f"wandb.mode={config.asked} failed ({reason}): {remedy}") from None
         warnings.warn(f"wandb cannot be reached ({reason}): logging offline, `wandb sync` sends it later", stacklevel=2)
         wandb.teardown()  # its service holds the run's id
         return wandb.init(**options | {"mode": "offline"})

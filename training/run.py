@@ -36,6 +36,7 @@ class Progress:
     best_loss: float = math.inf
     best_step: int = -1
     wandb_id: str | None = None
+    corpus: str = ""  # the folder of its tokens, whose name tells of the text and of what was made of it
 
     def advance(self, sequences: int) -> None:
         self.step += 1
@@ -65,10 +66,16 @@ class RunFolder:
             shutil.rmtree(self.checkpoints, ignore_errors=True)
             for path in (self.metrics, self.path / "loss.png"):
                 path.unlink(missing_ok=True)
+        for link in (self.checkpoints / "latest", self.checkpoints / "best"):
+            if link.is_dir() and not link.is_symlink():  # a copy of the run in which links became folders
+                step = self.checkpoints / f"step-{checkpoint.read_json(link / 'config.json')['step']:08d}"
+                shutil.rmtree(link) if step.exists() else link.rename(step)
+        if start is not None and not start.exists():
+            start = self.checkpoints / f"step-{progress.step:08d}"
         for leftover in self.checkpoints.glob("*.tmp"):
             shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
         if self.metrics.exists():  # a line that was cut short goes, too
-            rows = map(WHOLE_ROW.match, self.metrics.read_text().splitlines(keepends=True))
+            rows = map(WHOLE_ROW.match, self.metrics.read_text(errors="replace").splitlines(keepends=True))
             checkpoint.write_text(self.metrics, "".join(row[0] for row in rows if row and int(row["step"]) <= progress.step))
         if start is not None:
             checkpoint.point(self.checkpoints / "latest", start.resolve())
@@ -158,7 +165,8 @@ def dated() -> Path:
 
 
 class StopRequest:
-    """SIGINT or SIGTERM: finish the step, save, leave. A second SIGINT: leave at once (checkpoints are complete or absent)."""
+    """SIGINT, SIGTERM or SIGHUP (the terminal is gone, and nohup was not asked for): finish the step, save, leave. A second
+    SIGINT: leave at once (checkpoints are complete or absent)."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -166,7 +174,10 @@ class StopRequest:
         self.signal: int | None = None  # what all ranks stop for
 
     def __enter__(self) -> "StopRequest":
-        self.before = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        heard = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            heard.remove(signal.SIGHUP)
+        self.before = {number: signal.signal(number, self.receive) for number in heard}
         return self
 
     def __exit__(self, *error: object) -> None:

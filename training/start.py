@@ -24,13 +24,16 @@ def trained_state(model: Transformer, optimizer: torch.optim.Optimizer, precisio
 class Start:
     """`folder`: where weights and tokenizer come from, or None. `trainer`: what a checkpoint of this run has besides."""
 
-    def __init__(self, resume: str | None, init_from: str | None):
+    def __init__(self, resume: str | None, init_from: str | None, needs_model: bool = False):
         self.progress, self.trainer = Progress(), dict[str, Any]()
         self.folder: Path | None = None
-        if resume and not ended_before_saving(Path(resume)):
+        if resume and (needs_model or not ended_before_saving(Path(resume))):
             self.folder = checkpoint.find(Path(resume))
             self.trainer = checkpoint.read_trainer(self.folder)
-            self.progress = Progress(**self.trainer["progress"])
+            try:
+                self.progress = Progress(**self.trainer["progress"])
+            except TypeError as error:
+                raise ValueError(f"{self.folder} was saved by another version ({error}): resume it with that one") from None
         elif init_from:
             self.folder = locate(init_from)
 
@@ -67,7 +70,8 @@ class Start:
 
 
 def ended_before_saving(run: Path) -> bool:
-    return (run / "config.yaml").exists() and not checkpoint.steps(run / "checkpoints")
+    """A checkpoint from which something was removed is one all the same."""
+    return (run / "config.yaml").exists() and not any((run / "checkpoints").glob("*[!p]/model.safetensors"))  # not *.tmp
 
 
 def with_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:

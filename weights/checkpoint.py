@@ -9,6 +9,7 @@ moment a process dies at, `latest` names a whole checkpoint. Nothing here can ru
 
 import json
 import os
+import re
 import shutil
 import tempfile
 import zipfile
@@ -99,7 +100,7 @@ def point(link: Path, target: Path) -> None:
 
 def steps(folder: Path) -> list[Path]:
     """The complete checkpoints in a `checkpoints` folder, oldest first."""
-    return sorted(file.parent for file in folder.glob("step-*[0-9]/trainer.pt"))
+    return sorted(file.parent for file in folder.glob("step-*/trainer.pt") if re.fullmatch(r"step-\d+", file.parent.name))
 
 
 def find(path: Path) -> Path:
@@ -188,6 +189,8 @@ def read_trainer(folder: Path) -> dict[str, Any]:
         if (bad := zipfile.ZipFile(path).testzip()) is not None:  # torch does not look at the checksums
             raise ValueError(f"its part {bad} has a wrong checksum")
         trainer = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(trainer, dict) or not {"digest", "progress", "optimizer"} <= trainer.keys():
+            raise ValueError("it is not the state of a run")
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing: {folder} can be sampled or given to init_from, not resumed") from None
     except Exception as error:  # a damaged file raises one of many types

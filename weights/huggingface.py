@@ -81,7 +81,10 @@ def find_weights(folder: Path, family: str) -> dict[str, Stored]:
     """All tensors of model.safetensors, or of the shards that its index lists, under their full names."""
     index, files = folder / "model.safetensors.index.json", {"model.safetensors"}
     if index.exists():
-        files = set(read_json(index).get("weight_map", {}).values())
+        listed = read_json(index).get("weight_map")
+        if not isinstance(listed, dict):
+            raise ValueError(f"{index} lists no weights (weight_map): fetch it again")
+        files = set(listed.values())
     tensors = {name: tensor for file in sorted(files) for name, tensor in stored(folder / file).items()}
     return {full_name(name, family): tensor for name, tensor in tensors.items() if not BUFFERS.search(name)}
 

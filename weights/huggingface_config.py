@@ -73,6 +73,8 @@ def read_config(folder: Path) -> tuple[str, ModelConfig]:
         return FORMAT, ModelConfig(**described["model"])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is not what it should be ({type(error).__name__}: {error}): fetch it again") from None
 
 
 def to_model_config(described: dict[str, Any]) -> ModelConfig:
@@ -81,7 +83,7 @@ def to_model_config(described: dict[str, Any]) -> ModelConfig:
     if family not in GIVEN:
         raise ValueError(f"model_type={family} is not supported, only {', '.join(GIVEN)}")
     # What RoPE needs stands in `rope_parameters` (transformers 5), or in `rope_theta` and `rope_scaling` (before).
-    described = described | (described.get("rope_parameters") or described.get("rope_scaling") or {})
+    described = described | (described.get("rope_scaling") or described.get("rope_parameters") or {})  # both: as transformers
     described["rope_type"] = described.get("rope_type", described.get("type", "default"))
     refuse_unsupported(described)
     keys, unsaid, scaling = keys_of(family), UNSAID[family], SCALING if described["rope_type"] == "llama3" else {}
