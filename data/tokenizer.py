@@ -197,7 +197,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
         return ForeignTokenizer(folder)
     except Exception as error:  # damaged files raise many types, `tokenizers` Exception itself
-        if type(error) is ValueError:  # ours
+        if type(error) is ValueError and path.name != FILE_NAME:  # ours
             raise
         found = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
         remedy = "fetch them again, or use another checkpoint"

@@ -43,7 +43,8 @@ class ModelConfig:
         sizes = ("vocab_size", "context_length", "n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff", "head_dim")
         for name in sizes:
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and 1 <= value < 2**31):
+            left_out = value is None and name in ("vocab_size", "n_kv_heads", "d_ff", "head_dim")
+            if not left_out and not (isinstance(value, int) and 1 <= value < 2**31):
                 raise ValueError(f"model.{name}={value} must be a whole number of at least 1 (and below 2^31)")
         for name in ("bias", "qk_norm", "tie_embeddings", "zero_init"):
             if not isinstance(getattr(self, name), bool):

@@ -49,6 +49,14 @@ def test_presets_hold_values_only():
         ("compile=maybe", 1, "compile=maybe"),
         ("data=text", 1, "data.path"),
         ("eval_only=true", 1, "eval_only=true needs a model"),
+        ("resume=", 1, "resume= is empty"),
+        ("init_from=''", 1, "init_from= is empty"),
+        ("data.path=", 1, "data.path= is empty"),
+        ("prompt=it's", 1, """put the value into quotes of its own, 'prompt="it's"'"""),
+        ("data.path=a (1).txt", 1, """'data.path="a (1).txt"'"""),
+        ("device=cpu:abc", 1, "device=cpu:abc"),
+        ("wandb.project=a/b", 1, "wandb.project=a/b has /"),
+        ("tokenizer.vocab_size=100000000000", 1, "tokenizer.vocab_size=100000000000"),
     ],
 )
 def test_what_is_mistyped_is_named(arguments, status, told, tmp_path, monkeypatch):
@@ -82,6 +90,7 @@ WRONG = {
     **{f"data.{key}": ["0", "-1", "1.5", "abc"] for key in ("max_tokens", "threads")},
     "data.val_fraction": ["0", "1", "-0.1", "abc", "nan"],
     "seed": ["-1", "1.5", "abc", "null", "4294967296"],
+    **{key: ["0", "-1", "abc", "nan", "inf", "null"] for key in ("model.norm_eps", "model.rope_theta")},
     "model.dropout": ["1", "1.5", "-0.1", "abc", "nan", "null"],
     **{f"optimizer.{key}": ["0", "-1", "abc", "nan", "inf", "null"] for key in ("lr", "adam_lr", "eps")},
     **{f"optimizer.{key}": ["1", "-0.1", "abc", "nan", "null"] for key in ("beta1", "beta2", "momentum")},

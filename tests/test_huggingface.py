@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from model import Sampling, generate
 from tests.foreign_models import CONFIGS, LLAMA3, greedy, random_model, save_random
@@ -208,6 +209,13 @@ REFUSED = [
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config="),
     ("llama", {"hidden_size": ...}, "hidden_size is missing"),
+    ("llama", {"hidden_size": "32"}, "d_model=32 must be a whole number"),
+    ("llama", {"max_position_embeddings": None}, "context_length=None must be a whole number"),
+    ("llama", {"rms_norm_eps": None}, "is not what it should be"),
+    ("llama", {"rope_parameters": [1]}, "is not what it should be"),
+    ("llama", {"model_type": ["llama"]}, "is not what it should be|is not supported"),
+    ("llama", {"attention_bias": None}, "bias=None must be true or false"),
+    ("llama", {"tie_word_embeddings": None}, "tie_embeddings=None must be true or false"),
     ("llama", {"num_attention_heads": 5, "head_dim": 8}, "n_heads=5 is not a multiple of n_kv_heads=2"),
     ("mistral", {"sliding_window": 4096}, "sliding_window=4096"),
     ("mistral", {"sliding_window": ...}, "sliding_window=4096"),
@@ -237,6 +245,14 @@ def test_what_old_configs_leave_out_is_what_transformers_takes(tmp_path):
     assert to_model_config({"model_type": "qwen3", **sizes, "num_key_value_heads": 2}).head_width == 128
     mistral = {"model_type": "mistral", **sizes, "sliding_window": None, "num_attention_heads": 16, "head_dim": 4}
     assert to_model_config(mistral).kv_heads == 8
+
+
+def test_of_two_spellings_the_one_that_transformers_takes_counts():
+    described = {**CONFIGS["llama"].to_dict(), "rope_parameters": {"rope_type": "default", "rope_theta": 700.0}}
+    described["rope_scaling"] = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+    theirs = AutoConfig.for_model(**described)
+    assert theirs.rope_parameters["rope_type"] == "llama3"
+    assert to_model_config(described).rope_scaling is not None
 
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3])

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from data.prepare import Corpus, prepare
 from data.progress import progress_bar
 from data.source import DataConfig
 from data.stdlib import module_files
-from data.token_file import TokenFile
+from data.token_file import TokenFile, TokenWriter
 from data.tokenizer import BPE_PATTERN, BYTES, TiktokenTokenizer, TokenizerConfig, build_tokenizer, train_bpe
 
 ROOT = Path(__file__).parent.parent
@@ -320,6 +321,25 @@ def test_damaged_files_are_made_again(prepared, tmp_path):
     assert any("damaged" in line for line in prepared.said)
     (again.folder / "val.bin").unlink()
     assert ids(prepared(path).val) == ids(prepared(path).val)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"docs": 3}', '{"request": 1, "tokenizer": 2}'])
+def test_what_others_left_in_the_cache_does_no_harm(content, prepared, tmp_path):
+    put(tmp_path / "cache" / "aaa" / "corpus.json", content)
+    prepared(put(tmp_path / "a.txt", ENGLISH))
+    assert "corpus.json is damaged, or not ours" in " ".join(prepared.said)
+    assert (tmp_path / "cache" / "aaa" / "corpus.json").read_text() == content
+
+
+def test_a_full_disk_is_told_with_its_place(prepared, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = put(tmp_path / "a.txt", ENGLISH)
+    with monkeypatch.context() as patched, pytest.raises(OSError, match=r"cache/a-bytes-.*could not be written \(No space left"):
+        patched.setattr(TokenWriter, "append", full)
+        prepared(path)
+    assert prepared(path).train.n_tokens > 0
 
 
 def test_refused_text_leaves_nothing_behind(prepared, tmp_path):

@@ -100,6 +100,19 @@ def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
         assert part in shown.getvalue(), part
 
 
+def test_a_run_goes_on_when_nobody_reads_it_any_more(folder, monkeypatch):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    with report(folder) as told:
+        for _ in range(2):
+            told.progress.advance(4)
+            told.step(2.5, 1.0, 1e-3, log=True)
+    assert [row["step"] for row in folder.read_metrics()] == [1, 2]
+
+
 def test_another_rank_says_and_writes_nothing(tmp_path, capsys, monkeypatch):
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)

@@ -4,8 +4,11 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from tiny_runs import command, configured, contents, differing, finished, metrics, state, tiny, trained
+
+from weights import checkpoint
 
 STEPS = 7
 KINDS = {
@@ -173,3 +176,70 @@ def test_weights_saved_from_wrapped_models_go_on(run, done):
     save_file({f"module._orig_mod.{name}": w for name, w in weights.items()}, path)
     finished(f"resume={path.parent}")
     same_run(run, done)
+
+
+@pytest.mark.parametrize("again", [["resume=RUN"], ["resume=auto", "run_dir=RUN"]])
+def test_a_run_without_its_trainer_files_is_not_begun_again(again, run, folder):
+    for path in run.glob("checkpoints/step-*/trainer.pt"):
+        path.unlink()
+    before = contents(run)
+    whole = [] if "resume=RUN" in again else tiny(folder)
+    refused = command(*whole, *(argument.replace("RUN", str(run)) for argument in again), "steps=8")
+    assert "trainer.pt is missing" in refused.last and refused.status == 1
+    assert contents(run) == before
+
+
+def test_nothing_is_evaluated_where_there_is_no_model(run):
+    shutil.rmtree(run / "checkpoints")
+    assert "holds no checkpoint" in command(f"resume={run}", "eval_only=true").last
+
+
+def test_a_copy_in_which_links_became_folders_goes_on(done, tmp_path):
+    run = shutil.copytree(done, tmp_path / "run")
+    assert (run / "checkpoints" / "latest").is_dir() and not (run / "checkpoints" / "latest").is_symlink()
+    shutil.rmtree(run / "checkpoints" / "step-00000006")  # `latest` is all there is of it
+    finished(f"resume={run}", "steps=7")
+    assert {path.name: path.is_symlink() for path in (run / "checkpoints").iterdir()} == {
+        **{f"step-{step:08d}": False for step in (4, 6, 7)},
+        **{"latest": True, "best": True},
+    }
+    assert (run / "checkpoints" / "latest").resolve().name == "step-00000007"
+
+
+def test_other_data_is_told(folder, tmp_path):
+    place = tmp_path / "text.txt"
+    shutil.copy(folder / "text.txt", place)
+    finished(*tiny(folder, f"data.path={place}", f"run_dir={tmp_path}/run", "steps=1"))
+    assert "the data is not" not in finished(f"resume={tmp_path}/run", "steps=2").err
+    place.write_text(place.read_text() + " and more")
+    assert "the data is not that of step 2: text-bytes-" in finished(f"resume={tmp_path}/run", "steps=3").err
+
+
+def test_a_prompt_with_a_dollar_is_text(folder, tmp_path):
+    finished(*tiny(folder, r"prompt='a \${HOME} b'", f"run_dir={tmp_path}/run", "steps=1", "sample_every=1"))
+    again = finished(f"resume={tmp_path}/run", "steps=2")
+    assert "a ${HOME} b" in again.out and "prompt:" not in again.out
+
+
+def test_bytes_that_are_no_text_in_the_metrics_are_cut_away(run):
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\n")
+    finished(f"resume={run}", "steps=7")
+    assert [row["step"] for row in metrics(run) if "train/loss" in row] == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("content", [b"", b"a: [", b"\tx", b"\xff", b"- 1", b"model: 5"])
+def test_a_damaged_config_is_named(content, run):
+    (run / "config.yaml").write_bytes(content)
+    refused = command(f"resume={run}", "steps=8")
+    assert f"{run}/config.yaml is damaged" in refused.last and len(refused.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("content", [{"a": 1}, [1], {"digest": "", "progress": {"step": 1, "mood": 2}, "optimizer": {}}])
+def test_a_foreign_trainer_file_is_named(content, run):
+    latest = (run / "checkpoints" / "latest").resolve()
+    if isinstance(content, dict) and "digest" in content:
+        content["digest"] = checkpoint.digest(checkpoint.read_weights(latest / "model.safetensors"))
+    torch.save(content, latest / "trainer.pt")
+    refused = command(f"resume={run}", "steps=8")
+    assert str(run) in refused.last and refused.status == 1

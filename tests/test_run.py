@@ -159,9 +159,11 @@ def test_the_last_checkpoints_and_the_best_are_kept(folder, tmp_path):
     best = min((row for row in metrics(run) if "val/loss" in row), key=lambda row: row["val/loss"])["step"]
     assert best < 6
     assert {path.name for path in checkpoint.steps(run / "checkpoints")} == {f"step-{step:08d}" for step in {best, 6, 7}}
+    mine = shutil.copytree(run / "checkpoints" / "step-00000006", run / "checkpoints" / "step-00000003.bak1")
     assert (run / "checkpoints" / "best").resolve().name == f"step-{best:08d}"
     finished(f"resume={run}", "steps=9")
     assert {path.name for path in checkpoint.steps(run / "checkpoints")} == {f"step-{step:08d}" for step in {best, 8, 9}}
+    assert (mine / "model.safetensors").exists()
     assert (run / "checkpoints" / "best").resolve().name == f"step-{best:08d}"
     about = json.loads((run / "checkpoints" / "latest" / "config.json").read_text())
     assert about["best_val_loss"] == next(row["val/loss"] for row in metrics(run) if row["step"] == best and "val/loss" in row)
@@ -217,7 +219,7 @@ def test_require_finite(loss, norm):
 
 
 def test_out_of_memory_says_what_to_lower(folder, tmp_path):
-    failed = command(*tiny(folder, f"run_dir={tmp_path}/run", "model.d_ff=1000000000000"))
+    failed = command(*tiny(folder, f"run_dir={tmp_path}/run", "model.d_ff=2000000000"))
     assert failed.status == 1
     assert failed.last.startswith("error: out of memory (")
     assert "Lower micro_batch_size, model.context_length or the model's size" in failed.last
@@ -264,9 +266,9 @@ def nursery():
 
 
 def test_signals(folder, tmp_path, nursery):
-    """SIGTERM and SIGINT: the step is finished and saved."""
+    """SIGTERM, SIGHUP and SIGINT: the step is finished and saved."""
     long = tiny(folder, "steps=1000000", "eval_every=null", "save_every=5")
-    for number, wandb in ((signal.SIGTERM, "disabled"), (signal.SIGINT, "offline")):
+    for number, wandb in ((signal.SIGTERM, "disabled"), (signal.SIGHUP, "disabled"), (signal.SIGINT, "offline")):
         run, err = tmp_path / f"{number}", tmp_path / f"{number}.err"
         process = nursery.start(*long, f"wandb.mode={wandb}", f"run_dir={run}", err=err)
         while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 8:

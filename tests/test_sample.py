@@ -231,6 +231,9 @@ def test_attention_map_is_a_picture(call, tmp_path, layer):
         (["--temp", "1"], "--temp"),
         (["--prompt-file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
         (["--checkpoint", "/nowhere/run"], "/nowhere/run"),
+        (["--checkpoint", ""], "--checkpoint is empty"),
+        (["--stop", "\udcff"], "--stop is not UTF-8"),
+        (["--device", "cpu:abc"], "device=cpu:abc"),
         (["--checkpoint", "tests"], "tests holds no checkpoint"),
         (["--device", "tpu"], "device=tpu"),
         (["--dtype", "float16"], "float16 needs CUDA"),
@@ -293,6 +296,8 @@ def test_odd_surroundings(runs):
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=120)
     assert (found.returncode, found.stdout) == (0, "né€!\n".encode()), found.stderr
+    found = subprocess.run([*command[:1], "-c", closed.replace("<&-", "2>&-"), *command[3:]], cwd=ROOT, capture_output=True)
+    assert (found.returncode, found.stdout) == (0, "né€!\n".encode()), "what belongs on stderr is no text"
 
 
 @pytest.mark.slow

@@ -131,6 +131,7 @@ def test_penalties_hold_without_temperature_too():
         {"repetition_penalty": 0},
         {"repetition_penalty": -2},
         {"repetition_penalty": inf},
+        {"repetition_penalty": 1e-40},
     ],
     ids=repr,
 )
@@ -163,6 +164,13 @@ def test_filters_keep_what_their_definitions_keep(scores, k, p, least):
     for i in range(len(scores)):
         if abs(p_of[i] - least * max(p_of)) > 1e-6:
             assert (i in kept(keep_min_p(logits, least))) == (p_of[i] > least * max(p_of))
+
+
+def test_the_best_is_left_whatever_the_filters():
+    scores = torch.tensor([[1.0, 3.0, 2.0]])
+    for filters in ({"top_p": 1e-300}, {"min_p": 1.0}, {"top_k": 1}, {"repetition_penalty": 1e-3, "temperature": 1e-5}):
+        kept = Sampling(**filters).probabilities(scores)
+        assert kept.argmax() == 1 and kept.sum() == pytest.approx(1)
 
 
 def test_a_draw_depends_on_its_own_row_only():

@@ -110,10 +110,14 @@ WRONG = [
     ("a.csv", "title,body\nx,y\n", "a.csv line 2 has no column data.text_column=text.* title, body"),
     ("a.csv", 'text\n"never closed\nx\n', "a.csv line 3 is not CSV"),
     ("a.parquet", "PAR?", "a.parquet is not a parquet file"),
+    ("a.csv", "text\nOne, and then more\n", "a.csv line 2 has more fields than the header's 1"),
+    ("a.csv", "n,text\n1,x\n2\n", "a.csv line 3 has fewer fields than the header's 2"),
+    ("a.jsonl", "[" * 200_000 + "\n", "a.jsonl line 1 is not JSON"),
+    ("a.jsonl", '{"text": "x", "n": ' + "1" * 5000 + "}\n", "a.jsonl line 1 is not JSON"),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "message"), WRONG, ids=[message for _, _, message in WRONG])
+@pytest.mark.parametrize(("name", "content", "message"), WRONG, ids=[content[:20] for _, content, _ in WRONG])
 def test_wrong_rows_are_refused_in_one_line(name, content, message, tmp_path):
     path = put(tmp_path / name, content)
     with pytest.raises(ValueError, match=message) as caught:
@@ -165,6 +169,21 @@ def test_missing_and_empty_places_are_refused(tmp_path):
         texts(tmp_path)
     with pytest.raises(ValueError, match="data.val_path=.*gone does not exist"):
         open_source(DataConfig(path=str(put(tmp_path / "a.txt", "a")), val_path=str(tmp_path / "gone")), print)
+
+
+def test_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=f"data.path={tmp_path}/pipe is a pipe"):
+        find_files(str(tmp_path / "pipe"), "data.path", print)
+
+
+def test_names_that_are_no_texts_and_homes_of_nobody(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    put(tmp_path / "2024" / "a.txt", "x")
+    assert find_files(2024, "data.path", print) == find_files([2024], "data.path", print) == [Path("2024/a.txt")]
+    for given in (True, "~nobodyatall/x.txt"):
+        with pytest.raises(ValueError, match="data.path=.* does not exist"):
+            find_files(given, "data.path", print)
 
 
 def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path):

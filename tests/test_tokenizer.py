@@ -318,6 +318,17 @@ def test_a_chat_template_is_kept(tmp_path):
     assert (tmp_path / "again" / "chat_template.jinja").read_text() == "{{ messages }}\n"
 
 
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"name": "bpe", "pattern": "(", "special_tokens": {}, "ranks": []}'])
+@pytest.mark.parametrize("name", ["tiktoken.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_file_is_named_in_one_line(name, content, tmp_path):
+    if name != "tiktoken.json":
+        byte_level(tmp_path, eos_token="<|end|>")
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=str(tmp_path)) as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_foreign_tokenizer_without_an_end_of_text_is_refused(tmp_path):
     for named in ("{}", '{"eos_token_id": null}', '{"eos_token_id": []}'):
         (tmp_path / "config.json").write_text(named)

@@ -117,6 +117,23 @@ def test_a_run_that_fails_is_finished_as_failed(tmp_path):
     assert [record.exit.exit_code for record in file if record.WhichOneof("record_type") == "exit"] == [1]
 
 
+def test_the_mode_of_the_environment_counts_where_none_is_set(tmp_path, monkeypatch, dead_server):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    finished(*tiny(tmp_path, "wandb.mode=null", f"run_dir={tmp_path}/none", "steps=1"))
+    assert not (tmp_path / "none" / "wandb").exists()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    told = finished(*tiny(tmp_path, "wandb.mode=null", f"run_dir={tmp_path}/offline", "steps=1"))
+    assert len(records(tmp_path / "offline")) == 1 and "cannot be reached" not in told.err
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+    with pytest.raises(ValueError, match="WANDB_MODE=sometimes is not one of"):
+        check_wandb(WandbConfig())
+
+
+def test_a_project_that_wandb_does_not_allow_is_refused():
+    with pytest.raises(ValueError, match="wandb.project=a/b has /"):
+        WandbConfig(project="a/b")
+
+
 def test_online_without_a_key_is_refused_before_anything_is_written(tmp_path):
     refused = command(*tiny(tmp_path, f"run_dir={tmp_path}/run", "wandb.mode=online"))
     assert "wandb.mode=online, but there is no wandb key here" in refused.last
