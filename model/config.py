@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 POSITIONS = ("rope", "learned", "sinusoidal", "alibi", "none")
 NORMS = ("rmsnorm", "layernorm")
@@ -36,7 +37,7 @@ class ModelConfig:
     dropout: float = 0.0
     rope_theta: float = 10000.0
     # Llama 3's stretching of slow rotations: factor, low_freq_factor, high_freq_factor, original_context_length.
-    rope_scaling: dict[str, float] | None = None
+    rope_scaling: Any = None  # dict[str, float] | None, which OmegaConf cannot set from the command line
     zero_init: bool = False  # start each block as the identity: its two output projections are zero
 
     def __post_init__(self) -> None:
@@ -57,8 +58,11 @@ class ModelConfig:
         for name in ("norm_eps", "rope_theta"):
             if not 0 < getattr(self, name) < inf:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be above 0, and finite")
-        if self.rope_scaling is not None and set(self.rope_scaling) != set(ROPE_SCALING):
-            raise ValueError(f"model.rope_scaling has {sorted(self.rope_scaling)}; it needs {', '.join(ROPE_SCALING)}")
+        if (scaling := self.rope_scaling) is not None:
+            if not isinstance(scaling, dict) or set(scaling) != set(ROPE_SCALING):
+                raise ValueError(f"model.rope_scaling={scaling} must be a dictionary of {', '.join(ROPE_SCALING)}")
+            if not all(isinstance(value, int | float) and 0 < value < inf for value in scaling.values()):
+                raise ValueError(f"model.rope_scaling={scaling} must hold numbers above 0")
         check_heads(self.d_model, self.n_heads, self.n_kv_heads, self.head_dim)
         if self.position == "rope" and self.head_width % 2:
             raise ValueError(

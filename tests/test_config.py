@@ -75,6 +75,15 @@ def test_a_key_given_twice_counts_as_it_was_given_last():
     assert configured("steps=5", "steps=6").steps == 6
 
 
+def test_rope_can_be_stretched_from_the_command_line():
+    numbers = {"factor": 2, "low_freq_factor": 1, "high_freq_factor": 4, "original_context_length": 64}
+    typed = ",".join(f"{key}:{value}" for key, value in numbers.items())
+    assert configured(f"model.rope_scaling={{{typed}}}").model.rope_scaling == numbers
+    for wrong in ("{factor:2}", f"{{{typed.replace('factor:2', 'factor:0', 1)}}}", "5"):
+        with pytest.raises(ValueError, match="model.rope_scaling="):
+            configured(f"model.rope_scaling={wrong}")
+
+
 def checked(override: str) -> TrainConfig:
     """The override's effect on the defaults, checked as Hydra has it checked, without its seconds."""
     merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), OmegaConf.from_dotlist([override]))
