@@ -124,6 +124,8 @@ def test_the_mode_of_the_environment_counts_where_none_is_set(tmp_path, monkeypa
     monkeypatch.setenv("WANDB_MODE", "offline")
     told = finished(*tiny(tmp_path, "wandb.mode=null", f"run_dir={tmp_path}/offline", "steps=1"))
     assert len(records(tmp_path / "offline")) == 1 and "cannot be reached" not in told.err
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    assert (WandbConfig().asked, WandbConfig(mode="disabled").asked) == ("offline", "disabled")
     monkeypatch.setenv("WANDB_MODE", "sometimes")
     with pytest.raises(ValueError, match="WANDB_MODE=sometimes is not one of"):
         check_wandb(WandbConfig())

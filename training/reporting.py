@@ -40,7 +40,8 @@ class WandbConfig:
     @property
     def asked(self) -> str | None:
         """The mode that somebody asked for."""
-        return self.mode or os.environ.get("WANDB_MODE") or None
+        told = os.environ.get("WANDB_MODE")
+        return self.mode or {"dryrun": "offline", "run": "online"}.get(told or "", told) or None  # the older names, too
 
 
 class Report:
