@@ -43,14 +43,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--temperature", metavar="T", type=float, default=0.8, help="0: the best token; 1: its own odds; default: %(default)s")
     add("--top-k", metavar="K", type=int, default=50, help="draw among the K best; 0: off; default: %(default)s")
     add("--top-p", metavar="P", type=float, default=1.0, help="draw among the best with P of the probability; 1: off (default)")
-    add("--min-p", metavar="P", type=float, default=0.0, help="draw among those at least P times as probable as the best; 0: off")
-    add(
-        "--repetition-penalty",
-        metavar="R",
-        type=float,
-        default=1.0,
-        help="above 1, tokens already in the text get less likely; 1: off",
-    )
+    add("--min-p", metavar="P", type=float, default=0.0, help="drop those below P times the best's odds; 0: off (default)")
+    add("--repetition-penalty", metavar="R", type=float, default=1.0, help="above 1, repeats get less likely; 1: off (default)")
     add("--seed", metavar="S", type=int, default=0, help="the same seed writes the same text; default: %(default)s")
     add("--num-samples", metavar="N", type=int, default=1, help="write N texts, with the seeds S, S + 1, ...; default: 1")
     add("--stop", metavar="TEXT", action="append", default=[], help="end before this text; may be given several times")

@@ -7,7 +7,7 @@ gc.disable()  # imports make a million objects and no garbage: looking for some,
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -147,7 +147,8 @@ def train(config: TrainConfig, ranks: Ranks) -> Outcome:
                     save()
 
     if stop.signal is not None and progress.step < config.steps:
-        say(f"stopped at step {progress.step}, saved: python train.py resume={config.run_dir} goes on", file=sys.stderr)
+        with suppress(OSError):  # of a terminal that is gone
+            say(f"stopped at step {progress.step}, saved: python train.py resume={config.run_dir} goes on", file=sys.stderr)
         return Outcome(128 + stop.signal, str(config.run_dir), progress.best_loss)
     say(f'{config.run_dir} is done: python sample.py --checkpoint {config.run_dir} --prompt "..."')
     return Outcome(0, str(config.run_dir), progress.best_loss)

@@ -105,11 +105,12 @@ def refuse_other(composed: DictConfig, typed: list[str]) -> None:
     run = run_of(composed.resume)
     same = {
         "run_dir": composed.run_dir and Path(composed.run_dir).resolve() == run.resolve(),
+        "init_from": composed.init_from == read(run / "config.yaml").init_from,
         "overwrite": not composed.overwrite,
+        "experiment": False,
     }
-    same["init_from"] = composed.init_from == read(run / "config.yaml").init_from
     for key in typed:
-        if key in ("experiment", *same) and not same.get(key):
+        if not same.get(key, True):
             raise ValueError(f"{key} cannot be set with resume={composed.resume}: the run goes on as it is, where it is")
 
 

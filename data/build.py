@@ -84,8 +84,8 @@ def begin(partial: Path, source: Source, tokenizer: TokenizerConfig | Tokenizer,
 def choose_validation(source: Source, fraction: float) -> int:
     """Documents whose key is below this are for validation; 0 stands for the end of the text.
 
-    Up to 10 / fraction documents are counted, and the nearest whole number of them chosen. Of more, each is chosen with that
-    probability: that it chooses none is out of the question (e^-10)."""
+    As many as PEEK or 10 / fraction documents are counted, and the nearest whole number of them chosen. Of more, each is chosen
+    with that probability: that it chooses none is out of the question (e^-10)."""
     few = FEW if source.share() is None else PEEK  # a stream is downloaded again
     peek = max(few, math.ceil(10 / fraction))
     keys = sorted(document.key for document in islice(source.documents(), peek))

@@ -37,7 +37,7 @@ class ModelConfig:
     dropout: float = 0.0
     rope_theta: float = 10000.0
     # Llama 3's stretching of slow rotations: factor, low_freq_factor, high_freq_factor, original_context_length.
-    rope_scaling: Any = None  # dict[str, float] | None, which OmegaConf cannot set from the command line
+    rope_scaling: Any = None  # dict[str, float] | None (typed so, OmegaConf would not take it from the command line)
     zero_init: bool = False  # start each block as the identity: its two output projections are zero
 
     def __post_init__(self) -> None:

@@ -57,6 +57,7 @@ class Compiled:
 
 
 def why(error: BaseException) -> str:
+    """The first line of torch.compile's error that says something."""
     lines = [line.strip() for line in str(error).splitlines()]
     return next((line for line in lines if line and not line.endswith("raised:")), type(error).__name__)
 

@@ -289,6 +289,9 @@ def test_a_missing_shard_and_a_damaged_index_are_named(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map"')
     with pytest.raises(ValueError, match=r"index\.json is damaged"):
         read_model(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}')
+    with pytest.raises(ValueError, match=r"index\.json lists no weights"):
+        read_model(tmp_path)
 
 
 class Bomb:

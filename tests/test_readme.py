@@ -118,10 +118,12 @@ def test_the_command_that_shows_the_data_runs(place, capsys):
         assert settings.max_tokens == 10_000_000_000 and settings.streaming
 
 
-@pytest.mark.parametrize("wrong", ["max_tokens=many", "streaming=1", "vocab_size=4096.5", "val_fraction=1/2"])
+@pytest.mark.parametrize("wrong", ["max_tokens=many", "max_tokens=true", "streaming=1", "vocab_size=4096.5", "val_fraction=1/2"])
 def test_a_setting_of_another_kind_is_named(wrong):
     with pytest.raises(ValueError, match=f"^{wrong.split('.')[0]}.* is no (int|bool|float)"):
         look.requested([wrong])
+    with pytest.raises(ValueError, match="^path= is empty"):
+        look.requested(["path="])
 
 
 def test_every_module_that_is_run_exists():

@@ -189,7 +189,6 @@ def test_a_place_for_the_run_is_looked_at_before_anything_is_read(run, folder, t
 
 
 def test_a_disk_that_is_full_from_the_start(folder, tmp_path):
-    tiny(folder)
     finished(*tiny(folder, f"run_dir={tmp_path}/first", "steps=1"))  # its tokens are there
     with full_disk(100):
         failed = command(*tiny(folder, f"run_dir={tmp_path}/run"))

@@ -189,7 +189,12 @@ def test_the_newest_run_is_the_default(call, runs, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("asked", "checkpoint", "dtype"),
-    [([], "bfloat16", torch.bfloat16), ([], "random", torch.float32), (["--dtype", "bfloat16"], "random", torch.bfloat16)],
+    [
+        ([], "bfloat16", torch.bfloat16),
+        ([], "random", torch.float32),
+        (["--dtype", "auto"], "bfloat16", torch.bfloat16),
+        (["--dtype", "bfloat16"], "random", torch.bfloat16),
+    ],
 )
 def test_the_type_is_the_checkpoints_unless_asked_for(runs, call, asked, checkpoint, dtype):
     model, _ = sample.load_model(sample.parse(["--checkpoint", str(runs / checkpoint), *asked]))

@@ -152,11 +152,13 @@ def test_globs_and_lists_name_files_once(tmp_path):
     assert texts(tmp_path / "*.txt") == ["a.txt", "b.txt"]
     assert texts(tmp_path / "**" / "*.txt") == ["a.txt", "b.txt", "in/d.txt"]
     assert texts(tmp_path / "b.txt", tmp_path / "*.txt", tmp_path / "in") == ["b.txt", "a.txt", "in/d.txt"]
+    assert texts(tmp_path / "a.txt", tmp_path / "in" / ".." / "a.txt", tmp_path / "a.txt") == ["a.txt"]
     assert texts(put(tmp_path / "[1].txt", "brackets")) == ["brackets"]
 
 
 def test_a_named_file_of_another_kind_is_text(tmp_path):
     assert texts(put(tmp_path / "server.log", "x\n")) == ["x\n"]
+    assert texts(put(tmp_path / "json", "x\n"), put(tmp_path / "csv", "y\n")) == ["x\n", "y\n"]
 
 
 def test_missing_and_empty_places_are_refused(tmp_path):

@@ -12,10 +12,11 @@ import torch
 import torch._inductor.config
 from tiny_runs import command, configured, contents, differing, finished, metrics, state, tiny, trained
 
+import train
 from data.batches import Windows
 from data.prepare import prepare
 from data.source import DataConfig
-from model import Transformer
+from model import Sampling, Transformer
 from training.device import choose_device, choose_dtype, fast_bfloat16, out_of_memory
 from training.evaluate import evaluate
 from training.objective import NextTokenLoss
@@ -145,9 +146,11 @@ def test_finetuning_takes_model_and_tokenizer_from_the_file(done, folder, tmp_pa
     assert "going on from step 4" in finished(f"resume={run}", "steps=5").out
     again = finished(*mine, f"init_from={done}", f"run_dir={tmp_path}/again", "model.context_length=8", "steps=1")
     assert metrics(tmp_path / "again")[0]["train/loss"] != metrics(run)[0]["train/loss"], again.out  # it has no dropout
-    for key, value in (("model.n_layers", 3), ("model", "tiny"), ("tokenizer", "bpe"), ("experiment", "shakespeare_gpu")):
+    for key, value in (("model.n_layers", 3), ("model", "tiny"), ("tokenizer", "bpe"), ("tokenizer.vocab_size", 300)):
         refused = command(*mine, f"init_from={done}", f"{key}={value}")
-        assert f"{key}" in refused.last and f"cannot be set: init_from={done} brings its own" in refused.last
+        assert f"{key} cannot be set: init_from={done} brings its own" in refused.last
+    refused = command(*mine, f"init_from={done}", "experiment=shakespeare_gpu")
+    assert f"experiment=shakespeare_gpu cannot be set: init_from={done} brings its own model" in refused.last
     same = configured(*mine, f"init_from={done}", "model.n_layers=2", "model.position=learned", "tokenizer=bytes")
     assert same.model == configured(*mine, f"init_from={done}").model
     longer = command(*mine, f"init_from={done}", "model.context_length=32", f"run_dir={tmp_path}/longer")
@@ -173,6 +176,15 @@ def test_finetuning_a_hugging_face_model_keeps_its_tokenizer(tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "latest" / "tokenizer.json").exists()
     assert "name: tokenizer.json" in (tmp_path / "run" / "config.yaml").read_text()
     assert "going on from step 2" in finished(f"resume={tmp_path}/run", "steps=3").out
+
+
+def test_a_sample_is_the_prompt_and_what_follows_it(folder, tmp_path, monkeypatch):
+    """A blank between them, which sentencepiece's decoders take from the beginning of a text, stays."""
+    asked = []
+    monkeypatch.setattr(train, "complete", lambda *given, **options: asked.append((given[2:], options)) or [" upon"])
+    shown = finished(*tiny(folder, f"run_dir={tmp_path}/run", "steps=1", "prompt=once")).out
+    assert "--- sample at step 1\nonce upon\n---\n" in shown
+    assert asked == [((["once"], 100), {"sampling": Sampling(temperature=0.8, top_k=50)})]
 
 
 def test_devices_and_dtypes():

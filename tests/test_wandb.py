@@ -9,7 +9,8 @@ import pytest
 import yaml
 from tiny_runs import command, finished, metrics, tiny
 
-from training.reporting import WandbConfig, check_wandb, logged_in
+from training.reporting import WandbConfig, check_wandb, logged_in, start_wandb
+from training.run import Progress, RunFolder
 
 wandb = pytest.importorskip("wandb")
 wandb_pb = pytest.importorskip("wandb.proto.wandb_internal_pb2")
@@ -156,11 +157,13 @@ def test_unset_with_a_key_and_no_network_logs_offline(tmp_path, dead_server):
     assert len(records(run)) == 1
 
 
-def test_wandb_that_is_not_installed(monkeypatch):
+def test_wandb_that_is_not_installed(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_wandb(WandbConfig())
     with pytest.raises(ValueError, match="wandb is not installed"):
         check_wandb(WandbConfig(mode="offline"))
+    with pytest.warns(UserWarning, match="wandb is not installed: this run is told in metrics.jsonl alone"):
+        assert start_wandb(WandbConfig(), RunFolder(tmp_path), Progress(), {}) is None
 
 
 def test_a_login_is_found_where_wandb_puts_it(monkeypatch, tmp_path):

@@ -42,9 +42,9 @@ class Plan:
     process: int  # bytes besides: what this process held before
     free: int  # bytes that this device can still give
     cache: int  # bytes a token and row of the KV cache, in float32
-    tokens: int  # over the whole run
+    tokens: int  # over the steps that it has still to take, as are the next two
     epochs: float
-    flops: float  # over the whole run
+    flops: float
 
     @property
     def fits(self) -> bool:

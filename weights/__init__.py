@@ -27,8 +27,10 @@ def locate(path: str | Path) -> Path:
 
 
 def model_config(path: str | Path) -> ModelConfig:
+    """The architecture of what `load` loads."""
     return read_config(locate(path))[1]
 
 
 def tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of what `load` loads."""
     return load_tokenizer(locate(path))
