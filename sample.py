@@ -121,7 +121,7 @@ def draw_attention(args: argparse.Namespace, model: "Transformer", tokenizer: "T
 
 def sample(args: argparse.Namespace) -> int:
     """Print what was asked for; returns the exit status."""
-    gc.disable()  # imports make a million objects and no garbage: looking for some, now and at exit, takes a second
+    gc.disable()  # imports make a million objects and no garbage: looking for some, now and at exit, takes 0.4 s of 2.9
     from model import Sampling
 
     gc.freeze()
