@@ -77,7 +77,8 @@ class KVCache:
 
     def cut(self, lengths: list[int]) -> None:
         """Forget all but the first lengths[r] tokens of each row: padding, or text taken back."""
-        self.lengths.copy_(torch.tensor(lengths))
+        on_gpu = self.lengths.is_cuda  # which then does not wait
+        self.lengths.copy_(torch.tensor(lengths, pin_memory=on_gpu), non_blocking=on_gpu)
         self.longest = max(lengths)
 
     def copy_from(self, other: "KVCache", rows: list[int]) -> None:

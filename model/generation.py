@@ -4,6 +4,7 @@ Rows are independent: each gives what it would give alone. Shapes: b rows, vocab
 """
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.decoding import Compiled
+from model.recording import Recorded, recorder
 from model.sampling import Chooser, Sampling
 from model.transformer import Transformer
 
@@ -95,8 +97,8 @@ def stream(
     rows = [Row(list(prompt[-model.config.context_length :])) for prompt in prompts]
     weight = model.embed.weight
     chooser = Chooser(sampling or Sampling(), prompts, seeds, weight.size(0), n_vocab, weight.device)
-    score = Cached(model, rows, max_new_tokens, compile).logits if use_cache else partial(recomputed, model)
-    return run(model, rows, max_new_tokens, score, chooser, set(stop_ids), until, overflow)
+    writer = Cached(model, chooser, rows, max_new_tokens, compile) if use_cache else Recomputed(model, chooser)
+    return run(writer, rows, max_new_tokens, set(stop_ids), until, overflow)
 
 
 def check(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, overflow: str) -> None:
@@ -122,22 +124,24 @@ def check(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: 
 
 
 def run(
-    model: Transformer,
+    writer: "Recomputed | Cached",
     rows: list[Row],
     max_new_tokens: int,
-    score: Callable[[list[Row]], Tensor],
-    chooser: Chooser,
     stop_ids: set[int],
     until: Callable[[int, int], bool] | None,
     overflow: str,
 ) -> Iterator[Step]:
-    context, modules = model.config.context_length, list(model.modules())
+    context, modules = writer.model.config.context_length, list(writer.model.modules())
+    on_their_way: deque[Chosen] = deque()
     for n in range(1, max_new_tokens + 1):
-        with evaluating(modules):
-            logits = score(rows)
-            chosen = chooser.choose(logits).tolist()
+        # A device need not wait until the host has read its last ids; but a window that slides, the host must have seen.
+        room = min(1 + context - len(row.window) for row in rows if row.ended is None)
+        while len(on_their_way) < min(writer.at_once, max_new_tokens - n + 1, room):
+            with evaluating(modules):
+                on_their_way.append(writer.write(rows, ahead=len(on_their_way)))
+        chosen = on_their_way.popleft()
         ids: list[int | None] = [None] * len(rows)
-        for r, (row, token) in enumerate(zip(rows, chosen, strict=True)):
+        for r, (row, token) in enumerate(zip(rows, chosen.read(), strict=True)):
             if row.ended is not None:
                 continue
             ids[r] = token
@@ -148,7 +152,7 @@ def run(
                 row.ended = "context"
             elif n == max_new_tokens:
                 row.ended = "length"
-        yield Step(ids, [row.ended for row in rows], logits)
+        yield Step(ids, [row.ended for row in rows], chosen.logits)
         if all(row.ended is not None for row in rows):
             return
 
@@ -167,33 +171,69 @@ def evaluating(modules: list[nn.Module]) -> Iterator[None]:
             module.training = True
 
 
-def recomputed(model: Transformer, rows: list[Row]) -> Tensor:
-    """(b, vocab): what the model says after each row's window, read whole: what the cache is tested against."""
-    return last_logits(model, [row.window for row in rows], None)
+class Chosen:
+    """Ids (b,) on their way from the device, and the scores (b, vocab) that they were chosen from."""
+
+    def __init__(self, ids: Tensor, logits: Tensor):
+        self.ids, self.logits = ids.to("cpu", non_blocking=ids.is_cuda, copy=True), logits
+        self.arrived = torch.cuda.current_stream(ids.device).record_event() if ids.is_cuda else None
+
+    def read(self) -> list[int]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        ids: list[int] = self.ids.tolist()
+        if min(ids) < 0:
+            raise ValueError("the model's scores are NaN or infinite: try dtype=float32, or an earlier checkpoint")
+        return ids
+
+
+class Recomputed:
+    """Reads each row's window whole for every token: what the cache is tested against."""
+
+    at_once = 1
+
+    def __init__(self, model: Transformer, chooser: Chooser):
+        self.model, self.chooser = model, chooser
+
+    def write(self, rows: list[Row], ahead: int) -> Chosen:
+        logits = last_logits(self.model, [row.window for row in rows], None)
+        return Chosen(self.chooser.choose(logits), logits)
 
 
 class Cached:
-    """The same with a cache: the prompts at once, then one token a row and step."""
+    """The same with a cache: the prompts at once, then one token a row and step, which does not leave the device."""
 
-    def __init__(self, model: Transformer, rows: list[Row], max_new_tokens: int, compile: bool = False):
-        self.model = model
+    def __init__(self, model: Transformer, chooser: Chooser, rows: list[Row], max_new_tokens: int, compile: bool = False):
+        self.model, self.chooser = model, chooser
         self.cache = model.new_cache(len(rows), max(len(row.window) for row in rows) + max_new_tokens)
-        self.step: Callable[[Tensor], Tensor] = Compiled(model, self.cache) if compile else partial(model, cache=self.cache)
-        self.lengths: list[int] = []  # of the windows that the cache holds
+        self.forward: Callable[[Tensor], Tensor] = Compiled(model, self.cache) if compile else partial(model, cache=self.cache)
+        device = self.cache.lengths.device
+        self.newest = torch.zeros(len(rows), 1, dtype=torch.long, device=device)
+        self.step = Recorded(
+            lambda: self.choose(self.forward(self.newest)[:, -1]), lambda: self.cache.reach(1), recorder(model, device)
+        )
+        self.at_once = 2 if device.type == "cuda" else 1  # steps
+        self.lengths: list[int] = []  # of the windows that the cache holds, but for their newest token
 
-    def logits(self, rows: list[Row]) -> Tensor:
+    def write(self, rows: list[Row], ahead: int) -> Chosen:
+        """The next id of each row, whose window is to get `ahead` more that are still on their way."""
+        lengths = [len(row.window) - 1 + (ahead if row.ended is None else 0) for row in rows]
         if not self.lengths:
-            logits = self.prefill([row.window for row in rows])
+            ids, logits = self.choose(self.prefill([row.window for row in rows]))
         else:
             for r, row in enumerate(rows):
-                if row.ended is None and len(row.window) != self.lengths[r] + 1:
+                if row.ended is None and lengths[r] != self.lengths[r] + 1:
                     self.refill(r, row.window[:-1])
-            # All but the newest token is in. A row that has ended repeats its last, which nobody reads.
-            self.cache.cut([len(row.window) - 1 for row in rows])
-            newest = torch.tensor([row.window[-1:] for row in rows], device=self.cache.lengths.device)
-            logits = self.step(newest)[:, -1]
-        self.lengths = [len(row.window) for row in rows]
-        return logits
+            # All but the newest token is in. (What a row that has ended goes on to write, nobody reads.)
+            self.cache.cut(lengths)
+            ids, logits = self.step()
+        self.lengths = lengths
+        return Chosen(ids, logits)
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        ids = self.chooser.choose(logits)
+        self.newest.copy_(ids.clamp(min=0)[:, None])
+        return ids, logits
 
     def prefill(self, windows: list[list[int]]) -> Tensor:
         """Prompts that are alike, those of several samples, are read once."""

@@ -86,16 +86,17 @@ class Chooser:
                 self.seen[r, list(prompt)] = True
 
     def choose(self, logits: Tensor) -> Tensor:
-        """(b, vocab) -> ids (b,). Writes -inf over scores of ids that stand for nothing, n_vocab and up."""
+        """(b, vocab) -> ids (b,), -1 where the scores are NaN or infinite. Writes -inf over scores of ids that stand for nothing,
+        n_vocab and up."""
         if self.n_vocab is not None:
             logits[:, self.n_vocab :] = -inf
-        if not logits.amax(dim=-1).isfinite().all():
-            raise ValueError("the model's scores are NaN or infinite: try dtype=float32, or an earlier checkpoint")
-        ids = self.sampling.choose(logits.to(self.seeds.device), self.seen, self.seeds, self.at)
+        logits = logits.to(self.seeds.device)
+        finite = logits.amax(dim=-1).isfinite()
+        ids = self.sampling.choose(logits, self.seen, self.seeds, self.at).where(finite, 0)
         if self.seen is not None:
             self.seen.scatter_(1, ids[:, None], True)
         self.at += 1
-        return ids
+        return ids.where(finite, -1)
 
 
 def penalise(logits: Tensor, seen: Tensor | None, penalty: float) -> Tensor:
