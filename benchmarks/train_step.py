@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.decode import pair, preset
 from benchmarks.harness import as_row, forget_peak, in_a_process, interleave, resident, store, training_step
 from model import ModelConfig, Transformer
 from training.device import set_up
-from training.flops import flops_per_token, matmul_peak
+from training.flops import flops_per_token
 from training.objective import NextTokenLoss
 from training.optimizer import OptimizerConfig, make_optimizer
 
@@ -30,6 +31,8 @@ SHAPES = {  # name: (architecture, sequences, tokens of each)
     "GPT-2 124M": (GPT2, 4, 256),
 }
 MUON = OptimizerConfig(name="muon", lr=0.02)
+YARDSTICK = 1024  # the size of a square matrix product that takes its turn among the steps: what this machine can do just then
+PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"}
 Step = Callable[[], object]
 
 
@@ -106,6 +109,19 @@ def contestants(name: str, checkout: str | None) -> dict[str, Callable[[], Step]
     return found
 
 
+def product(dtype: torch.dtype) -> Callable[[], object]:
+    a = torch.ones(YARDSTICK, YARDSTICK, dtype=dtype)
+    return lambda: a @ a
+
+
+def in_products(step: Step, turns: int) -> float:
+    """Seconds of a step that pass in matrix products: what no other code around them can take away."""
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        for _ in range(turns):
+            step()
+    return sum(event.self_cpu_time_total for event in seen.key_averages() if event.key in PRODUCTS) / turns / 1e6
+
+
 def peak(name: str, checkout: str | None, contestant: str) -> int:
     """Bytes that weights, gradients, optimizer and a step take together, at the most; in a process of its own."""
     set_up(torch.device("cpu"), compiled=False)
@@ -120,21 +136,25 @@ def peak(name: str, checkout: str | None, contestant: str) -> int:
 
 def main(checkout: str | None = None) -> None:
     set_up(torch.device("cpu"), compiled=False)
-    rows, cpu = [], torch.device("cpu")
-    matmul = matmul_peak(cpu, torch.float32)
+    rows = []
     for name, (config, batch, length) in SHAPES.items():
         built = {contestant: build() for contestant, build in contestants(name, checkout).items()}
         large = name == "GPT-2 124M"
-        timings = interleave(built, turns=5 if large else 15, warmup=1 if large else 3)
+        turns = 5 if large else 15
+        timings = interleave({**built, "matmul": product(torch.float32)}, turns, warmup=1 if large else 3)
+        matmul = 2 * YARDSTICK**3 / timings.pop("matmul").median
         row = as_row({"shape": name, "sequences": batch, "tokens of each": length}, timings, "sprout")
+        row["seconds in matrix products"] = {who: in_products(step, 1 if large else 5) for who, step in built.items()}
         del built
         work = batch * length * flops_per_token(Transformer(replace(config, context_length=length)))
-        row["share of the matmul peak"] = {who: round(work / t.median / matmul, 3) for who, t in timings.items()}
+        row["share of a matrix product's rate"] = {who: round(work / t.median / matmul, 3) for who, t in timings.items()}
         if large:
             row["bytes at the peak"] = {who: in_a_process(peak, name, checkout, who) for who in timings}
         print({key: value for key, value in row.items() if key != "seconds"}, flush=True)
         rows.append(row)
-    print(store("train_step", rows, {"matmul peak, GFLOP/s": round(matmul / 1e9, 1)}))
+    dtypes = {"float32": product(torch.float32), "bfloat16": product(torch.bfloat16)}
+    rates = {name: round(2e-9 * YARDSTICK**3 / t.median, 1) for name, t in interleave(dtypes, turns=15).items()}
+    print(store("train_step", rows, {"matrix products, GFLOP/s": rates}))
 
 
 if __name__ == "__main__":
