@@ -32,11 +32,6 @@ class Job:
 
     composed: DictConfig
     overrides: tuple[str, ...]  # as they were typed
-    number: int | None = None  # in a sweep
-
-    @property
-    def experiment(self) -> str:
-        return next((choice.partition("=")[2] for choice in self.overrides if choice.startswith("experiment=")), "")
 
 
 @contextmanager
@@ -54,8 +49,9 @@ def jobs() -> list[Job]:
 
     def take(composed: DictConfig) -> None:
         command = HydraConfig.get()
-        number = command.job.num if command.mode == RunMode.MULTIRUN else None
-        found.append(Job(composed, tuple(command.overrides.task), number))
+        if command.mode == RunMode.MULTIRUN and composed.run_dir:
+            composed.run_dir = f"{composed.run_dir}/{command.job.num}"
+        found.append(Job(composed, tuple(command.overrides.task)))
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise here, rather than print a traceback and a hint
     warnings.filterwarnings("ignore", module="hydra")
@@ -86,12 +82,8 @@ def to_config(job: Job, model_of: Callable[[str], ModelConfig], tokenizer_of: Ca
     for key in typed:
         if key != "prompt" and OmegaConf.select(composed, key) == "":
             raise ValueError(f"{key}= is empty: give it a value, or leave it out")
-    if job.number is not None and composed.run_dir:
-        composed.run_dir = f"{composed.run_dir}/{job.number}"
-    if composed.resume not in (None, "auto"):
-        refuse_other(composed, typed)
-    if composed.init_from:
-        refuse_model(job.experiment, composed.init_from)
+    if composed.init_from and composed.resume in (None, "auto"):
+        refuse_model(job.overrides, composed.init_from)
         composed = with_model_of(composed, typed, model_of, tokenizer_of)
     if composed.resume:
         composed = resumed(composed, typed)
@@ -100,12 +92,11 @@ def to_config(job: Job, model_of: Callable[[str], ModelConfig], tokenizer_of: Ca
     return config
 
 
-def refuse_other(composed: DictConfig, typed: list[str]) -> None:
+def refuse_other(composed: DictConfig, typed: list[str], run: Path, saved: DictConfig) -> None:
     """A run that goes on stays where it is, and began where it began."""
-    run = run_of(composed.resume)
     same = {
         "run_dir": composed.run_dir and Path(composed.run_dir).resolve() == run.resolve(),
-        "init_from": composed.init_from == read(run / "config.yaml").init_from,
+        "init_from": composed.init_from == saved.init_from,
         "overwrite": not composed.overwrite,
         "experiment": False,
     }
@@ -114,8 +105,10 @@ def refuse_other(composed: DictConfig, typed: list[str]) -> None:
             raise ValueError(f"{key} cannot be set with resume={composed.resume}: the run goes on as it is, where it is")
 
 
-def refuse_model(experiment: str, init_from: str) -> None:
+def refuse_model(overrides: tuple[str, ...], init_from: str) -> None:
     """An experiment that is made for a model of its own would lose half of what it says."""
+    chosen = [value.strip("'\"") for key, _, value in (override.partition("=") for override in overrides) if key == "experiment"]
+    experiment = chosen[-1] if chosen else ""
     preset = Path(__file__).parent / "experiment" / f"{experiment}.yaml"
     if experiment and (own := re.search(r"^(  - override /)?(model|tokenizer):", preset.read_text(), flags=re.M)):
         raise ValueError(f"experiment={experiment} cannot be set: init_from={init_from} brings its own {own[2]}")
@@ -125,11 +118,15 @@ def with_model_of(
     composed: DictConfig, typed: list[str], model_of: Callable[[str], ModelConfig], tokenizer_of: Callable[[str], Tokenizer]
 ) -> DictConfig:
     """init_from brings its model and its tokenizer; keys that say the same of them do no harm."""
-    model = OmegaConf.structured(model_of(composed.init_from))
+    origin = composed.init_from
+    run = Path(composed.run_dir or "") if composed.resume == "auto" else None
+    if run and (run / "checkpoints" / "latest").exists() and read(run / "config.yaml").init_from == origin:
+        origin = str(run)  # a run that goes on needs no more what it began from
+    model = OmegaConf.structured(model_of(origin))
     for key in typed:
         group, _, name = key.partition(".")
         if group == "tokenizer":
-            its, wanted = tokenizer_of(composed.init_from), composed.tokenizer
+            its, wanted = tokenizer_of(origin), composed.tokenizer
             same = its.name == wanted.name and (its.name != "bpe" or its.n_vocab == wanted.vocab_size)
         else:
             same = group != "model" or key in OPEN or (name and composed.model[name] == model[name])
@@ -153,6 +150,8 @@ def resumed(composed: DictConfig, typed: list[str]) -> DictConfig:
         return composed
     run = run_of(composed.run_dir if auto else composed.resume)
     saved = read(run / "config.yaml")
+    if not auto:
+        refuse_other(composed, typed, run, saved)
     wanted = composed.copy() if auto else saved.copy()
     for key in () if auto else typed:
         OmegaConf.update(wanted, key, OmegaConf.select(composed, key), merge=False)
@@ -195,30 +194,22 @@ def read(path: Path) -> DictConfig:
 
 def to_yaml(config: TrainConfig, tokenizer: Tokenizer) -> str:
     """What config.yaml holds: every key, resolved, without those that say what to do with an earlier run."""
-    values, defaults = structured(config), TrainConfig()
-    for key in LIVE:
-        values[key] = getattr(defaults, key)
+    values = asdict(config) | {key: getattr(TrainConfig(), key) for key in LIVE}
     if config.init_from:
-        values.tokenizer.name, values.tokenizer.vocab_size = tokenizer.name, tokenizer.n_vocab
-    return OmegaConf.to_yaml(values)
+        values["tokenizer"] = {"name": tokenizer.name, "vocab_size": tokenizer.n_vocab}
+    return OmegaConf.to_yaml(literal(values))
+
+
+def literal(value: Any) -> Any:
+    """With ${...} in texts and paths as it stands there, not as a reference to another key."""
+    if isinstance(value, dict | list):
+        return {k: literal(v) for k, v in value.items()} if isinstance(value, dict) else [literal(v) for v in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def changes(path: Path, config: TrainConfig) -> list[str]:
     """What `config` changes of the run whose config.yaml is at `path`."""
-    return list(differences(read(path), structured(config)).values())
-
-
-def structured(config: TrainConfig) -> DictConfig:
-    """With ${...} in texts and paths as it stands there, not as a reference to another key."""
-
-    def literal(value: Any) -> Any:
-        if isinstance(value, dict | list):
-            return {k: literal(v) for k, v in value.items()} if isinstance(value, dict) else [literal(v) for v in value]
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-    values = OmegaConf.merge(OmegaConf.structured(TrainConfig), literal(asdict(config)))
-    assert isinstance(values, DictConfig)
-    return values
+    return list(differences(read(path), OmegaConf.create(literal(asdict(config)))).values())
 
 
 def differences(before: DictConfig, after: DictConfig) -> dict[str, str]:

@@ -92,7 +92,8 @@ def choose_validation(source: Source, fraction: float) -> int:
     if len(keys) < FEW:
         return 0
     if len(keys) < peek:
-        return keys[min(max(1, round(fraction * len(keys))), len(keys) - 1)]
+        wanted = min(max(1, round(fraction * len(keys))), len(keys) - 1)
+        return next((key for key in keys[wanted:] if key > keys[0]), 0)  # texts that are alike are chosen together
     return int(fraction * 2**128)
 
 

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import xxhash
 
-from data.source import Document, cell, no_column, text_key
+from data.source import Document, no_column, row_document
 
 BLOCK = 1 << 20  # characters
 
@@ -54,8 +54,7 @@ class Files:
             else:
                 with self._open(path, "utf-8-sig") as file:
                     for where, row in READERS[kind(path)](path, file, self.column):
-                        text = cell(row, self.column, where)
-                        yield Document(text_key(text), [text])
+                        yield row_document(row, self.column, where)
             if stamp(path) != before:
                 raise ValueError(f"{path} changed while it was read: run again")
             self.finished += before[0]
@@ -131,7 +130,7 @@ KINDS = (".txt", ".md", *READERS)
 def find_files(given: Any, key: str, say: Callable[[str], None]) -> list[Path]:
     """The files that a file, folder or glob, or a list of these, names, each once. Says what folders hold besides."""
     items = [Path(os.path.expanduser(str(item))) for item in (given if isinstance(given, list | tuple) else [given])]
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}  # by where they really lie
     left_out: Counter[str] = Counter()
     for item in items:
         matches = [item] if item.exists() else [Path(match) for match in sorted(glob(str(item), recursive=True))]
@@ -143,14 +142,14 @@ def find_files(given: Any, key: str, say: Callable[[str], None]) -> list[Path]:
                 if path.exists() and not (path.is_file() or path.is_dir()):
                     raise ValueError(f"{key}={path} is a pipe or device, which can be read once: save it to a file first")
                 if path == match or (path.is_file() and not hidden and kind(path) in KINDS):
-                    found[path] = None
+                    found.setdefault(path.resolve(), path)
                 elif path.is_file() and not hidden:
                     left_out[path.suffix or path.name] += 1
     if not found:
         raise ValueError(f"{key}={given} holds no {', '.join(KINDS)} files (nor such .gz files)")
     if left_out:
         say(f"not read in {given}: {', '.join(f'{n} x {suffix}' for suffix, n in left_out.most_common(8))}")
-    return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
+    return list(found.values())
 
 
 def kind(path: Path) -> str:

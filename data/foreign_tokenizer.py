@@ -92,9 +92,13 @@ class ForeignTokenizer(Tokenizer):
         if self.chat_template is not None:
             (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
 
+    def named(self, key: str) -> int | None:
+        """The id of the token that tokenizer_config.json calls so (eos_token, bos_token, ...), if it does."""
+        token = self.settings.get(key) or ""
+        return self.tokenizer.token_to_id(token["content"] if isinstance(token, dict) else token)
+
     def _find_ends(self, folder: Path) -> list[int]:
-        token = self.settings.get("eos_token") or ""
-        named = self.tokenizer.token_to_id(token["content"] if isinstance(token, dict) else token)
+        named = self.named("eos_token")
         given = [read_json(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
         others = next((ids for ids in given if ids is not None), None)
         ends = [token for token in [named, *(others if isinstance(others, list) else [others])] if token is not None]

@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from data.source import DataConfig, Document, cell, no_column, text_key
+from data.source import DataConfig, Document, no_column, row_document
 from data.token_file import write_atomically
 
 ROWS = 64  # read together
@@ -78,8 +78,7 @@ class HubDataset:
                 return
             for value in batch[column]:
                 self.row += 1
-                text = cell({column: value}, column, f"{self.label} {self.split} row {self.row}")
-                yield Document(text_key(text), [text], state)
+                yield row_document({column: value}, column, f"{self.label} {self.split} row {self.row}", state)
             state = self.row, dataset.state_dict()
 
 
@@ -88,7 +87,7 @@ def find_commit(config: DataConfig) -> str:
     known = Path(config.cache_dir, "commits.json")
     commits = json.loads(known.read_text()) if known.is_file() else {}
     key = f"{config.name}@{config.revision or 'main'}"
-    if constants.is_offline_mode():
+    if constants.HF_HUB_OFFLINE:
         if key not in commits:
             raise explain(config, [OfflineModeIsEnabled()])
         return commits[key]

@@ -41,16 +41,14 @@ class DataConfig:
         if self.path is not None and (self.name is not None or self.source == "hub"):
             two = f"data.path={self.path} and data.name={self.name} (data.source={self.source}) name two sources"
             raise ValueError(f"{two}: set data.path=null for the hub, or data=text for files")
-        for kind, needed, example in (
-            ("files", "path", "a file, a folder, a glob or a list"),
-            ("hub", "name", "such as roneneldan/TinyStories"),
-        ):
-            if self.kind == kind and getattr(self, needed) is None:
-                raise ValueError(f"data.{needed}=null: data.source={kind} needs data.{needed}, {example}")
-        for kind, key, needed in (("files", "val_path", "data.path"), ("hub", "val_split", "a hub dataset")):
-            value = getattr(self, key)
-            if self.kind != kind and value is not None:
-                raise ValueError(f"data.{key}={value} needs {needed}, but data.source={self.kind}")
+        if self.kind == "files" and self.path is None:
+            raise ValueError("data.path=null: data.source=files needs data.path, a file, a folder, a glob or a list")
+        if self.kind == "hub" and self.name is None:
+            raise ValueError("data.name=null: data.source=hub needs data.name, such as roneneldan/TinyStories")
+        if self.kind != "files" and self.val_path is not None:
+            raise ValueError(f"data.val_path={self.val_path} needs data.path, but data.source={self.kind}")
+        if self.kind != "hub" and self.val_split is not None:
+            raise ValueError(f"data.val_split={self.val_split} needs a hub dataset, but data.source={self.kind}")
 
     @property
     def held_out(self) -> float:
@@ -86,11 +84,7 @@ class Source(Protocol):
         """From the state that one of them came with, or from the beginning."""
 
 
-def text_key(text: str) -> int:
-    return xxhash.xxh3_128_intdigest(text.encode())
-
-
-def cell(row: dict[str, Any], column: str, where: str) -> str:
+def row_document(row: dict[str, Any], column: str, where: str, state: Any = None) -> Document:
     """The document in one row; null is an empty one."""
     if column not in row:
         raise no_column(column, [str(name) for name in row], where)
@@ -99,7 +93,8 @@ def cell(row: dict[str, Any], column: str, where: str) -> str:
         raise ValueError(
             f"{where}: column {column} holds {type(value).__name__}, not text: set data.text_column to a text column"
         )
-    return well_formed(value or "")
+    text = well_formed(value or "")
+    return Document(xxhash.xxh3_128_intdigest(text.encode()), [text], state)
 
 
 def no_column(column: str, columns: list[str], where: str) -> ValueError:

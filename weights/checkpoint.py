@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,8 +44,7 @@ def save(
     """Write a complete checkpoint at `folder` or nothing. `trainer` is what resuming needs; `about` is for people and tools."""
     tied = {"head.weight"} if model_config.tie_embeddings else set()
     tensors = {name: w.detach().cpu().contiguous() for name, w in weights.items() if name not in tied}
-
-    def write(temporary: Path) -> None:
+    with new_folder(folder) as temporary:
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         described = {"format": FORMAT, "model": asdict(model_config), **about}
         (temporary / "config.json").write_text(json.dumps(described, indent=2) + "\n")
@@ -53,17 +52,16 @@ def save(
         with open(temporary / "trainer.pt", "wb") as file:  # opened here: torch would hide why a write fails
             torch.save({**trainer, "digest": digest(tensors)}, file)
 
-    write_folder(folder, write)
 
-
-def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Run `write` in a temporary folder beside `folder`, sync it to disk, and give it its name."""
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder` to write into; then it is synced to disk, and given its name."""
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.", suffix=".tmp") as place:
             temporary = Path(place, folder.name)
             temporary.mkdir()
-            write(temporary)
+            yield temporary
             for path in (*temporary.iterdir(), temporary):
                 sync(path)
             if folder.exists():  # the same step again, after a resume from before it

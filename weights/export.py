@@ -8,7 +8,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,7 +17,7 @@ from data.foreign_tokenizer import ForeignTokenizer
 from data.tokenizer import TiktokenTokenizer, Tokenizer
 from model import ModelConfig, Transformer
 from weights import load
-from weights.checkpoint import write_folder
+from weights.checkpoint import new_folder
 from weights.export_tokenizer import save_tokenizer
 from weights.huggingface import as_theirs, skeleton
 from weights.huggingface_config import GIVEN, filled_in, from_model_config, to_model_config
@@ -32,8 +31,7 @@ def export(source: str | Path, out: Path) -> str:
     model, tokenizer = load(source)
     family = choose_family(model.config)
     described = from_model_config(model.config, family)
-
-    def write(folder: Path) -> None:
+    with new_folder(out) as folder:
         save_file(to_theirs(model, to_model_config(described), family), folder / "model.safetensors", {"format": "pt"})
         if isinstance(tokenizer, TiktokenTokenizer):
             save_tokenizer(tokenizer, folder, model.config.context_length)
@@ -41,13 +39,12 @@ def export(source: str | Path, out: Path) -> str:
             tokenizer.save(folder)  # in the format it came in
         ids = special_ids(tokenizer)
         dtype = str(model.embed.weight.dtype).removeprefix("torch.")
-        write_json(folder / "config.json", {**described, **ids, "torch_dtype": dtype})
+        (folder / "config.json").write_text(json.dumps({**described, **ids, "torch_dtype": dtype}, indent=2) + "\n")
         # Ids that only pad the head are never chosen here: nor should they be there.
         padding = list(range(tokenizer.n_vocab, model.embed.num_embeddings))
-        write_json(folder / "generation_config.json", {**ids, **({"suppress_tokens": padding} if padding else {})})
+        generation = {**ids, **({"suppress_tokens": padding} if padding else {})}
+        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         (folder / "README.md").write_text(model_card(Path(source), out.name, model, family))
-
-    write_folder(out, write)
     return family
 
 
@@ -85,19 +82,11 @@ def to_theirs(model: Transformer, config: ModelConfig, family: str) -> dict[str,
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
     """Text begins after end-of-text here; a foreign tokenizer may have a token of its own for that, and for padding."""
-    ids = dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.end_of_text)
-    if isinstance(tokenizer, ForeignTokenizer):
-        for name in ("bos_token", "pad_token"):
-            token = tokenizer.settings.get(name)
-            spelled = token["content"] if isinstance(token, dict) else token
-            found = tokenizer.tokenizer.token_to_id(spelled) if spelled else None
-            ids[name] = ids[name] if found is None else found
-    ends = {"eos_token_id": tokenizer.ends} if len(tokenizer.ends) > 1 else {}
-    return {f"{name}_id": token for name, token in ids.items()} | ends
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    ids: dict[str, int | list[int]] = {"eos_token_id": tokenizer.ends if len(tokenizer.ends) > 1 else tokenizer.end_of_text}
+    for name in ("bos_token", "pad_token"):
+        own = tokenizer.named(name) if isinstance(tokenizer, ForeignTokenizer) else None
+        ids[f"{name}_id"] = tokenizer.end_of_text if own is None else own
+    return ids
 
 
 def main() -> None:

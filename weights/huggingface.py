@@ -84,7 +84,7 @@ def find_weights(folder: Path, family: str) -> dict[str, Stored]:
         listed = read_json(index).get("weight_map")
         if not isinstance(listed, dict):
             raise ValueError(f"{index} lists no weights (weight_map): fetch it again")
-        files = set(listed.values())
+        files = set(map(str, listed.values()))
     tensors = {name: tensor for file in sorted(files) for name, tensor in stored(folder / file).items()}
     return {full_name(name, family): tensor for name, tensor in tensors.items() if not BUFFERS.search(name)}
 

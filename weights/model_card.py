@@ -49,8 +49,12 @@ def describe_run(source: Path) -> tuple[dict[str, str], list[tuple[str, str, str
     if about.get("format") != checkpoint.FORMAT:
         return {}, []
     settings = read_text(run / "config.yaml").strip()
-    trained: dict[str, Any] = yaml.safe_load(settings) or {}
-    rows = [json.loads(line) for line in read_text(run / "metrics.jsonl").splitlines()]
+    try:
+        trained = yaml.safe_load(settings)
+    except yaml.YAMLError:
+        trained = None
+    trained = trained if isinstance(trained, dict) else {}  # a damaged file costs facts, not the export
+    rows = [json.loads(line) for line in read_text(run / "metrics.jsonl").splitlines() if line.endswith("}")]
     rows = [row for row in rows if row["step"] <= about.get("step", 0)]  # what the run did later is not in this checkpoint
     facts = {"data": data_of(trained.get("data", {})), "started from": trained.get("init_from")}
     if "tokens" in about:
