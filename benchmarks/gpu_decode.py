@@ -25,7 +25,7 @@ SMALL: dict[str, Any] = {"vocab_size": 300, "context_length": 256, "n_layers": 2
 def exact(position: str, sampling: Sampling, device: str) -> bool:
     """Do compiled, cached and uncached decoding write the same, rows of unequal length, through windows that slide?"""
     torch.manual_seed(0)
-    model = Transformer(ModelConfig(**{**SMALL, "context_length": 150}, position=position)).to(device)
+    model = Transformer(ModelConfig(**{**SMALL, "context_length": 150}, position=position)).to(device).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(8 if p.dim() > 1 else 1)  # scores far apart

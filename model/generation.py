@@ -4,7 +4,6 @@ Rows are independent: each gives what it would give alone. Shapes: b rows, vocab
 """
 
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,14 +131,15 @@ def run(
     overflow: str,
 ) -> Iterator[Step]:
     context, modules = writer.model.config.context_length, list(writer.model.modules())
-    on_their_way: deque[Chosen] = deque()
+    following: Chosen | None = None
     for n in range(1, max_new_tokens + 1):
-        # A device need not wait until the host has read its last ids; but a window that slides, the host must have seen.
-        room = min(1 + context - len(row.window) for row in rows if row.ended is None)
-        while len(on_their_way) < min(writer.at_once, max_new_tokens - n + 1, room):
-            with evaluating(modules):
-                on_their_way.append(writer.write(rows, ahead=len(on_their_way)))
-        chosen = on_their_way.popleft()
+        # A device need not wait until the host has read its last ids; but a window that slides, the host must have seen. (The
+        # prompts' step comes alone: its ids should not wait for the start of another.)
+        room = all(row.ended is not None or len(row.window) < context for row in rows)
+        ahead = writer.runs_ahead and 1 < n < max_new_tokens and room
+        with evaluating(modules):
+            chosen = following or writer.write(rows, ahead=0)
+            following = writer.write(rows, ahead=1) if ahead else None
         ids: list[int | None] = [None] * len(rows)
         for r, (row, token) in enumerate(zip(rows, chosen.read(), strict=True)):
             if row.ended is not None:
@@ -190,7 +190,7 @@ class Chosen:
 class Recomputed:
     """Reads each row's window whole for every token: what the cache is tested against."""
 
-    at_once = 1
+    runs_ahead = False
 
     def __init__(self, model: Transformer, chooser: Chooser):
         self.model, self.chooser = model, chooser
@@ -204,15 +204,27 @@ class Cached:
     """The same with a cache: the prompts at once, then one token a row and step, which does not leave the device."""
 
     def __init__(self, model: Transformer, chooser: Chooser, rows: list[Row], max_new_tokens: int, compile: bool = False):
-        self.model, self.chooser = model, chooser
-        self.cache = model.new_cache(len(rows), max(len(row.window) for row in rows) + max_new_tokens)
-        self.forward: Callable[[Tensor], Tensor] = Compiled(model, self.cache) if compile else partial(model, cache=self.cache)
-        device = self.cache.lengths.device
-        self.newest = torch.zeros(len(rows), 1, dtype=torch.long, device=device)
-        self.step = Recorded(
-            lambda: self.choose(self.forward(self.newest)[:, -1]), lambda: self.cache.reach(1), recorder(model, device)
-        )
-        self.at_once = 2 if device.type == "cuda" else 1  # steps
+        self.model = model
+        self.cache = cache = model.new_cache(len(rows), max(len(row.window) for row in rows) + max_new_tokens)
+        forward: Callable[[Tensor], Tensor] = Compiled(model, cache) if compile else partial(model, cache=cache)
+        device = cache.lengths.device
+        newest = torch.zeros(len(rows), 1, dtype=torch.long, device=device)
+
+        def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
+            ids = chooser.choose(logits)
+            newest.copy_(ids.clamp(min=0)[:, None])
+            return ids, logits
+
+        def step() -> tuple[Tensor, Tensor]:
+            logits = forward(newest)[:, -1]
+            cache.longest -= 1  # a recording may be given up, and `cut` says before each step how long the rows are
+            return choose(logits)
+
+        # Neither holds this object, which holds them: else the cache would stay until Python looks for cycles.
+        self.choose = choose
+        # A token with nothing before it is written another way.
+        self.step = Recorded(step, lambda: cache.longest and cache.reach(1), recorder(model, device))
+        self.runs_ahead = device.type == "cuda"
         self.lengths: list[int] = []  # of the windows that the cache holds, but for their newest token
 
     def write(self, rows: list[Row], ahead: int) -> Chosen:
@@ -229,11 +241,6 @@ class Cached:
             ids, logits = self.step()
         self.lengths = lengths
         return Chosen(ids, logits)
-
-    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        ids = self.chooser.choose(logits)
-        self.newest.copy_(ids.clamp(min=0)[:, None])
-        return ids, logits
 
     def prefill(self, windows: list[list[int]]) -> Tensor:
         """Prompts that are alike, those of several samples, are read once."""

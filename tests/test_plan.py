@@ -90,6 +90,13 @@ def test_a_plan_costs_nothing_of_what_it_plans(tokens):
     assert resident() - before < 500 << 20
 
 
+def test_the_scaler_that_training_will_use_meets_nothing_fake(tokens):
+    precision, config = Precision(CPU, torch.float16), ModelConfig(**SMALL)
+    batches = Batches(Windows(tokens, config.context_length, seed=0), 4, 4, Ranks(), CPU)
+    make_plan(config, OptimizerConfig(), batches, precision, False, False)
+    assert precision.scaler.is_enabled() and precision.scaler._scale is None
+
+
 def test_a_plan_of_what_does_not_fit_says_so_and_takes_no_step(tmp_path):
     told = command(*tiny(tmp_path, "dry_run=true", "model.d_model=65536", "model.n_layers=2", f"run_dir={tmp_path}/run"))
     assert told.status == 0

@@ -86,6 +86,7 @@ def make_plan(
 ) -> Plan:
     """Memory is that of one device, whose weights have this dtype; the rest is that of all."""
     process, free = resident(), free_memory(precision.device)
+    precision = Precision(precision.device, precision.dtype)  # with a scaler of its own: what is made here is fake
     with FakeTensorMode(), Allocations(config.vocab_size) as seen:
         with precision.device, default_dtype(weights):
             model = Transformer(config)
