@@ -43,14 +43,10 @@ class Sampling:
             if not fits:
                 raise ValueError(f"{name}={getattr(self, name)} must be {needed}")
 
-    @property
-    def greedy(self) -> bool:
-        return self.temperature < 1e-5  # the best id has all the probability that float32 can tell apart
-
     def choose(self, logits: Tensor, seen: Tensor | None, seeds: Tensor, at: Tensor) -> Tensor:
         """logits (b, vocab), ids in the text so far (b, vocab), seeds and positions (b,) -> ids (b,)."""
         logits = penalise(logits.float(), seen, self.repetition_penalty)
-        if self.greedy:
+        if self.temperature < 1e-5:  # the best id has all the probability that float32 can tell apart
             return logits.argmax(dim=-1)
         return draw(self.probabilities(logits), uniform(seeds, at))
 

@@ -24,10 +24,6 @@ def make_norm(config: ModelConfig) -> nn.Module:
     return nn.RMSNorm(config.d_model, eps=config.norm_eps)
 
 
-def make_dropout(config: ModelConfig) -> nn.Module:
-    return nn.Dropout(config.dropout) if config.dropout else nn.Identity()
-
-
 class Gelu(nn.Module):
     """down(gelu(up(x))), with the tanh form of GELU (Hendrycks and Gimpel 2016; GPT-2)."""
 
@@ -83,7 +79,7 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config)
         mlp_bias = config.bias if config.mlp_bias is None else config.mlp_bias
         self.mlp = MLP[config.mlp](config.d_model, config.hidden_width, mlp_bias)
-        self.dropout = make_dropout(config)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self, x: Tensor, position: Position, at: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None
@@ -102,7 +98,7 @@ class Transformer(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.position = make_position(config)
-        self.dropout = make_dropout(config)
+        self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = make_norm(config)
         self.head = Linear(config.d_model, config.vocab_size, bias=False)

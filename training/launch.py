@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from training.device import REMEDY, out_of_memory
@@ -55,7 +54,13 @@ def launch(jobs: Callable[[], Sequence[Any]], run: Callable[[Any, Ranks], Outcom
     try:
         found = jobs()
         for job in found:
-            outcome = attempt(partial(run, job, ranks), alone=len(found) == 1 or ranks.world > 1)
+            try:
+                outcome = run(job, ranks)
+            except Exception as problem:
+                outcome = Outcome(error=explain(problem))
+                if len(found) == 1 or ranks.world > 1 or not outcome.error:
+                    raise
+                print(f"error: {outcome.error}", file=sys.stderr)
             if outcome.status:
                 ranks.stop()
                 sys.exit(outcome.status)
@@ -72,14 +77,3 @@ def launch(jobs: Callable[[], Sequence[Any]], run: Callable[[Any, Ranks], Outcom
         print(sweep_table(outcomes))
     if any(outcome.error for outcome in outcomes):
         sys.exit(1)
-
-
-def attempt(run: Callable[[], Outcome], alone: bool) -> Outcome:
-    try:
-        return run()
-    except Exception as problem:
-        outcome = Outcome(error=explain(problem))
-        if alone or not outcome.error:
-            raise
-        print(f"error: {outcome.error}", file=sys.stderr)
-        return outcome

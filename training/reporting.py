@@ -44,43 +44,36 @@ class WandbConfig:
         return self.mode or {"dryrun": "offline", "run": "online"}.get(told or "", told) or None  # the older names, too
 
 
+@dataclass
 class Report:
-    """Prints and writes on rank 0; `folder` None (another rank) keeps it silent. Time that passes between two calls is put down
-    to what the second one tells of.
+    """Prints and writes on rank 0. Time that passes between two calls is put down to what the second one tells of."""
 
-    steps, tokens  of the whole run; of one step
-    peak           tokens a second, if the device did nothing but matrix products
-    """
+    folder: RunFolder | None  # None (another rank) keeps it silent
+    wandb_run: Any
+    progress: Progress
+    steps: int  # of the whole run
+    tokens: int  # of one step
+    peak: float  # tokens a second, if the device did nothing but matrix products
+    device: torch.device
+    began: float
 
-    def __init__(
-        self,
-        folder: RunFolder | None,
-        wandb_run: Any,
-        progress: Progress,
-        steps: int,
-        tokens: int,
-        peak: float,
-        device: torch.device,
-        began: float,
-    ):
-        self.folder, self.wandb_run, self.progress, self.device = folder, wandb_run, progress, device
-        self.steps, self.tokens, self.peak = steps, tokens, peak
+    def __post_init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self.mark = self.drawn = began
-        self.first = self.since = progress.step  # of this process; of the current log line
+        self.mark = self.drawn = self.began
+        self.first = self.since = self.progress.step  # of this process; of the current log line
         self.busy = 0.0  # training seconds since the last log line
         self.samples: list[list[Any]] = []
         self.bar = tqdm(
-            total=steps,
-            initial=progress.step,
-            disable=True if folder is None else None,  # None: on a terminal only
+            total=self.steps,
+            initial=self.progress.step,
+            disable=True if self.folder is None else None,  # None: on a terminal only
             dynamic_ncols=True,
             leave=False,
             bar_format="{n_fmt}/{total_fmt} |{bar}|{postfix} | {elapsed}<{remaining}",
         )
-        if folder is not None and wandb_run is not None:
-            for row in folder.read_metrics():  # of earlier processes: wandb skips what it has, and gets what died with them
-                wandb_run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
+        if self.folder is not None and self.wandb_run is not None:
+            for row in self.folder.read_metrics():  # of earlier processes: wandb skips what it has, and gets what died with them
+                self.wandb_run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
         self.lap("set-up")
         self.started = self.mark
 
