@@ -82,7 +82,9 @@ def to_config(job: Job, model_of: Callable[[str], ModelConfig], tokenizer_of: Ca
     for key in typed:
         if key != "prompt" and OmegaConf.select(composed, key) == "":
             raise ValueError(f"{key}= is empty: give it a value, or leave it out")
-    if composed.init_from and composed.resume in (None, "auto"):
+    if composed.resume not in (None, "auto"):
+        refuse_other(composed, typed)
+    if composed.init_from:
         refuse_model(job.overrides, composed.init_from)
         composed = with_model_of(composed, typed, model_of, tokenizer_of)
     if composed.resume:
@@ -92,11 +94,12 @@ def to_config(job: Job, model_of: Callable[[str], ModelConfig], tokenizer_of: Ca
     return config
 
 
-def refuse_other(composed: DictConfig, typed: list[str], run: Path, saved: DictConfig) -> None:
+def refuse_other(composed: DictConfig, typed: list[str]) -> None:
     """A run that goes on stays where it is, and began where it began."""
+    run = run_of(composed.resume)
     same = {
         "run_dir": composed.run_dir and Path(composed.run_dir).resolve() == run.resolve(),
-        "init_from": composed.init_from == saved.init_from,
+        "init_from": composed.init_from == read(run / "config.yaml").init_from,
         "overwrite": not composed.overwrite,
         "experiment": False,
     }
@@ -119,9 +122,9 @@ def with_model_of(
 ) -> DictConfig:
     """init_from brings its model and its tokenizer; keys that say the same of them do no harm."""
     origin = composed.init_from
-    run = Path(composed.run_dir or "") if composed.resume == "auto" else None
+    run = Path(composed.run_dir or "") if composed.resume == "auto" else composed.resume and run_of(composed.resume)
     if run and (run / "checkpoints" / "latest").exists() and read(run / "config.yaml").init_from == origin:
-        origin = str(run)  # a run that goes on needs no more what it began from
+        origin = str(run)  # a run that goes on has it all, whatever became of what it began from
     model = OmegaConf.structured(model_of(origin))
     for key in typed:
         group, _, name = key.partition(".")
@@ -150,8 +153,6 @@ def resumed(composed: DictConfig, typed: list[str]) -> DictConfig:
         return composed
     run = run_of(composed.run_dir if auto else composed.resume)
     saved = read(run / "config.yaml")
-    if not auto:
-        refuse_other(composed, typed, run, saved)
     wanted = composed.copy() if auto else saved.copy()
     for key in () if auto else typed:
         OmegaConf.update(wanted, key, OmegaConf.select(composed, key), merge=False)

@@ -287,6 +287,19 @@ def test_the_command_writes_a_card_of_the_run(bpe, tmp_path):
     )
 
 
+@pytest.mark.parametrize("damage", ["half a row", "no yaml", "a list"])
+def test_what_is_damaged_beside_a_checkpoint_costs_facts_not_the_export(damage, bpe, tmp_path):
+    run = run_folder(bpe, tmp_path / "run")
+    if damage == "half a row":
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 10, "val/lo')
+    else:
+        (run / "config.yaml").write_text("a: [" if damage == "no yaml" else "- 1\n")
+    assert export(run, tmp_path / "poet") == "qwen3"
+    card = (tmp_path / "poet" / "README.md").read_text()
+    assert "| training loss | 4.5000 (step 10) |" in card and ("poems.txt" in card) == (damage == "half a row")
+
+
 @pytest.mark.parametrize("stored", ["train.py steps=15", "/home/ada/sprout/train.py steps=15", "python train.py steps=15"])
 def test_the_command_of_a_card_is_one_that_runs(stored):
     assert command_of({"command": stored}) == "python train.py steps=15"

@@ -292,6 +292,9 @@ def test_a_missing_shard_and_a_damaged_index_are_named(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}')
     with pytest.raises(ValueError, match=r"index\.json lists no weights"):
         read_model(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}')
+    with pytest.raises(ValueError, match="5 is missing"):
+        read_model(tmp_path)
 
 
 class Bomb:

@@ -198,6 +198,16 @@ def test_the_choice_follows_the_content_not_the_names(tmp_path):
     assert not set(documents(corpus, "train")) & set(documents(corpus, "val"))  # equal documents stay together
 
 
+def test_texts_that_are_alike_are_chosen_together(prepared, tmp_path):
+    """Though they are more than the fraction, whatever their place among the hashes; else bpe would see what is validated on."""
+    for said in map(str, range(20)):  # of which some have the lowest hash of all
+        texts = [said] * 8 + [f"{said} and {i}" * 9 for i in range(32)]
+        corpus = prepared(put(tmp_path / f"{said}.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts)), "bpe")
+        train, val = documents(corpus, "train"), documents(corpus, "val")
+        assert val and train and not set(train) & set(val)
+        assert corpus.tokenizer.fingerprint == train_bpe(train, 300).fingerprint
+
+
 def test_many_documents_are_validated_on_about_the_fraction(prepared, tmp_path):
     rows = "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(5000))
     corpus = prepared(put(tmp_path / "a.jsonl", rows), val_fraction=0.1)

@@ -153,6 +153,7 @@ def test_globs_and_lists_name_files_once(tmp_path):
     assert texts(tmp_path / "**" / "*.txt") == ["a.txt", "b.txt", "in/d.txt"]
     assert texts(tmp_path / "b.txt", tmp_path / "*.txt", tmp_path / "in") == ["b.txt", "a.txt", "in/d.txt"]
     assert texts(tmp_path / "a.txt", tmp_path / "in" / ".." / "a.txt", tmp_path / "a.txt") == ["a.txt"]
+    assert texts(tmp_path / "in" / ".." / "b.txt", tmp_path / "a.txt", tmp_path / "b.txt") == ["b.txt", "a.txt"]
     assert texts(put(tmp_path / "[1].txt", "brackets")) == ["brackets"]
 
 

@@ -151,11 +151,27 @@ def test_finetuning_takes_model_and_tokenizer_from_the_file(done, folder, tmp_pa
         assert f"{key} cannot be set: init_from={done} brings its own" in refused.last
     refused = command(*mine, f"init_from={done}", "experiment=shakespeare_gpu")
     assert f"experiment=shakespeare_gpu cannot be set: init_from={done} brings its own model" in refused.last
+    refused = command(*mine, f"init_from={done}", "experiment=finetune", "experiment='shakespeare_gpu'")  # the last one counts
+    assert f"experiment=shakespeare_gpu cannot be set: init_from={done} brings its own model" in refused.last
     same = configured(*mine, f"init_from={done}", "model.n_layers=2", "model.position=learned", "tokenizer=bytes")
     assert same.model == configured(*mine, f"init_from={done}").model
     longer = command(*mine, f"init_from={done}", "model.context_length=32", f"run_dir={tmp_path}/longer")
     assert "model.context_length: 16 -> 32, which is longer" in longer.last
     assert not (tmp_path / "longer").exists()
+
+
+@pytest.mark.parametrize("again", ["resume=auto", "resume"])
+def test_a_run_that_goes_on_does_not_need_what_it_began_from(again, done, folder, tmp_path):
+    origin, run = tmp_path / "origin", tmp_path / "tuned"
+    shutil.copytree(done, origin, symlinks=True)
+    mine = [argument for argument in tiny(folder) if not argument.startswith(("model", "tokenizer"))]
+    mine += [f"init_from={origin}", "model.dropout=0.1", "tokenizer=bytes"]
+    finished(*mine, f"run_dir={run}", "resume=auto", "steps=2")
+    shutil.rmtree(origin)
+    where = [f"run_dir={run}", again] if again == "resume=auto" else [f"resume={run}/checkpoints/latest"]
+    assert "going on from step 2" in finished(*mine, *where, "steps=3").out
+    gone = command(*mine, f"run_dir={tmp_path}/other", "resume=auto", "steps=2")
+    assert str(origin) in gone.last and not (tmp_path / "other").exists()
 
 
 def test_its_first_loss_is_that_of_the_model_it_starts_from(done, folder, tmp_path):
