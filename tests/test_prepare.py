@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -199,13 +200,14 @@ def test_the_choice_follows_the_content_not_the_names(tmp_path):
 
 
 def test_texts_that_are_alike_are_chosen_together(prepared, tmp_path):
-    """Though they are more than the fraction, whatever their place among the hashes; else bpe would see what is validated on."""
-    for said in map(str, range(20)):  # of which some have the lowest hash of all
-        texts = [said] * 8 + [f"{said} and {i}" * 9 for i in range(32)]
-        corpus = prepared(put(tmp_path / f"{said}.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts)), "bpe")
-        train, val = documents(corpus, "train"), documents(corpus, "val")
-        assert val and train and not set(train) & set(val)
-        assert corpus.tokenizer.fingerprint == train_bpe(train, 300).fingerprint
+    """Though they are more than the fraction, and come first in the order by hash; else bpe would see what is validated on."""
+    first, *others = sorted(
+        (f"a text of its own, {i} " * 5 for i in range(33)), key=lambda text: xxhash.xxh3_128_intdigest(text.encode())
+    )
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in [first] * 8 + others)
+    corpus = prepared(put(tmp_path / "a.jsonl", rows), "bpe", val_fraction=0.1)
+    assert documents(corpus, "val") == [first] * 8 and sorted(documents(corpus, "train")) == sorted(others)
+    assert corpus.tokenizer.fingerprint == train_bpe(documents(corpus, "train"), 300).fingerprint
 
 
 def test_many_documents_are_validated_on_about_the_fraction(prepared, tmp_path):
