@@ -3,7 +3,7 @@
 import runpy
 
 NAMES = ["train_step", "decode", "context_growth", "cold_start", "tokenize_speed", "growth", "ranks", "recompute", "plan"]
-NAMES += ["scaling_law"]
+NAMES += ["scaling_law", "row_products"]
 
 for name in NAMES:
     print(f"== {name}", flush=True)

@@ -42,6 +42,13 @@ def decode() -> Iterator[Row]:
             ]
 
 
+def row_products() -> Iterator[Row]:
+    names = ("reading", "products, library", "products, compiled", "step, eager", "step, compiled")
+    yield ["milliseconds a token, batch 1", "dtype", *names]
+    for row in load("row_products")["rows"]:
+        yield [row["shape"], row["dtype"], *(f"{1000 * row['seconds'][name]['median']:.0f}" for name in names)]
+
+
 def context_growth() -> Iterator[Row]:
     lengths = ("64", "128", "256", "512", "1000")
     yield ["milliseconds a token, after", *lengths, "1000 / 64", "by bytes read"]
