@@ -164,6 +164,7 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     f.__name__: f
     for f in (
         decode,
+        row_products,
         context_growth,
         train_step,
         shakespeare,
