@@ -3,6 +3,7 @@ and forks the others."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ class Nursery:
 
 def become(arguments: list[str], err: str) -> None:
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # though nohup may have started the tests
     for descriptor, path in ((0, os.devnull), (1, os.devnull), (2, err)):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
     sys.argv = ["train.py", *arguments]
