@@ -4,15 +4,12 @@
 are over the whole last tenth of the text.
 """
 
-import re
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
-from benchmarks.harness import store
+from benchmarks.harness import store, trained
 
 SEEDS = (0, 1, 2)
 VARIANTS = {
@@ -31,28 +28,10 @@ VARIANTS = {
 }
 
 
-def loss(text: Path, steps: str, overrides: list[str], seed: int) -> float:
-    with TemporaryDirectory() as folder:
-        settings = [
-            f"data.path={text}",
-            f"seed={seed}",
-            f"steps={steps}",
-            f"run_dir={folder}/run",
-            "wandb.mode=disabled",
-            "eval_every=null",
-        ]
-        command = [sys.executable, "train.py", "experiment=shakespeare_cpu", *settings, *overrides]
-        done = subprocess.run(command, capture_output=True, text=True)
-    found = re.findall(r"validation loss ([\d.]+)", done.stdout)
-    if done.returncode or not found:
-        raise RuntimeError(f"{command} ended with {done.returncode}: {done.stderr.strip()}")
-    return float(found[-1])
-
-
 def main(text: str, steps: str = "500", workers: str = "1") -> None:
-    path = Path(text).resolve()
+    recipe = ("experiment=shakespeare_cpu", f"data.path={Path(text).resolve()}", f"steps={steps}")
     with ThreadPoolExecutor(int(workers)) as pool:
-        runs = {name: [pool.submit(loss, path, steps, more, seed) for seed in SEEDS] for name, more in VARIANTS.items()}
+        runs = {name: [pool.submit(trained, *recipe, f"seed={seed}", *more) for seed in SEEDS] for name, more in VARIANTS.items()}
         rows = []
         for name, three in runs.items():
             losses = [run.result() for run in three]

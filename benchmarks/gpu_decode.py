@@ -1,6 +1,6 @@
 """On one CUDA GPU: decoding a 1.5B shape in bfloat16 against the memory's bandwidth and transformers, and exactness there.
 
-`python -m benchmarks.gpu_decode`: about four minutes. `--check` runs the same on small shapes, on whatever device there is.
+`python -m benchmarks.gpu_decode`, meant for four minutes. `--check` runs the same on small shapes, on whatever device there is.
 """
 
 import json

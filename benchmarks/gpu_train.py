@@ -1,25 +1,21 @@
 """On one CUDA GPU: a training step of GPT-2 124M in bfloat16 against the peak, its memory against plain PyTorch's, and how many
 tokens our recipe and AdamW take to the same loss.
 
-`python -m benchmarks.gpu_train [TEXT]`: about six minutes; the text is what the losses are of, by default the standard library.
+`python -m benchmarks.gpu_train [TEXT]`, meant for six minutes; losses are of the text, by default the standard library.
 `--check` runs the same on small shapes, on whatever device there is.
 """
 
 import json
-import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.growth import PlainLoss
-from benchmarks.harness import in_a_process, interleave, store
+from benchmarks.harness import in_a_process, interleave, store, trained
 from benchmarks.train_step import GPT2, TINY, tokens
 from model import ModelConfig, Transformer
 from training.device import out_of_memory, peak_memory, set_up
@@ -28,6 +24,7 @@ from training.objective import NextTokenLoss, cross_entropy
 from training.optimizer import OptimizerConfig, clip_gradients, make_optimizer
 from training.update import Precision
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 H100_AND_H200 = 989e12  # FLOP/s in bfloat16, dense, by their data sheets
 SHARES = (0.35, 0.5, 0.65)  # of AdamW's steps
 LEARN = ["model.n_layers=6", "model.n_heads=6", "model.d_model=384", "batch_size=64", "compile=true", "data.val_fraction=0.05"]
@@ -54,13 +51,12 @@ LOSSES: dict[str, Callable[[Transformer], nn.Module]] = {
 
 def step_of(config: ModelConfig, batch: int, optimizer: str, loss: str, compile: bool) -> Callable[[], None]:
     """A step as training takes it, on the best device, in bfloat16."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    set_up(device, compile)
-    objective, precision = LOSSES[loss](Transformer(config).to(device)), Precision(device, torch.bfloat16)
+    set_up(DEVICE, compile)
+    objective, precision = LOSSES[loss](Transformer(config).to(DEVICE)), Precision(DEVICE, torch.bfloat16)
     updates = make_optimizer(OptimizerConfig(name=optimizer), objective)
     if compile:
         objective.compile()
-    ids = tokens(config, batch, config.context_length).to(device)
+    ids = tokens(config, batch, config.context_length).to(DEVICE)
 
     def step() -> None:
         with precision.autocast():
@@ -74,14 +70,13 @@ def step_of(config: ModelConfig, batch: int, optimizer: str, loss: str, compile:
 
 def speed(config: ModelConfig, batch: int, optimizer: str) -> dict[str, Any]:
     seconds = interleave({"step": step_of(config, batch, optimizer, "sprout", True)}, turns=15, warmup=4)["step"].median
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rate = batch * config.context_length / seconds
     done = rate * flops_per_token(Transformer(config))
     shares = {
         "share of 989 TFLOP/s": done / H100_AND_H200,
-        "share of the matmul peak": done / matmul_peak(device, torch.bfloat16),
+        "share of the matmul peak": done / matmul_peak(DEVICE, torch.bfloat16),
     }
-    return {"optimizer": optimizer, "micro-batch": batch, "tokens a second": round(rate), **shares, "bytes": peak_memory(device)}
+    return {"optimizer": optimizer, "micro-batch": batch, "tokens a second": round(rate), **shares, "bytes": peak_memory(DEVICE)}
 
 
 def memory(config: ModelConfig, batch: int, loss: str, compile: bool) -> int | None:
@@ -94,19 +89,7 @@ def memory(config: ModelConfig, batch: int, loss: str, compile: bool) -> int | N
         if not out_of_memory(error):
             raise
         return None
-    return peak_memory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def learned(text: list[str], steps: int, *overrides: str) -> float:
-    """The validation loss after so many steps."""
-    with TemporaryDirectory() as folder:
-        command = [sys.executable, "train.py", *text, *overrides, f"steps={steps}", f"run_dir={folder}/run"]
-        command += ["eval_every=null", "wandb.mode=disabled"]
-        done = subprocess.run(command, capture_output=True, text=True)
-    found = re.findall(r"validation loss ([\d.]+)", done.stdout)
-    if done.returncode or not found:
-        raise RuntimeError(f"{command} ended with {done.returncode}: {done.stderr.strip()}")
-    return float(found[-1])
+    return peak_memory(DEVICE)
 
 
 def main(text: str = "") -> None:
@@ -128,12 +111,12 @@ def main(text: str = "") -> None:
         for compile in (True, False) if kind == "sprout" else (False,):
             peak = in_a_process(memory, config, batches[-1], kind, compile)
             tell({"memory of": kind, "compiled": compile, "micro-batch": batches[-1], "bytes": peak})
-    run = partial(learned, [f"data.path={text}", "data=text"] if text and not check else [])
-    shape = CHECK if check else LEARN
-    goal = run(steps, *shape, "optimizer=adamw")
+    data = ["data=text", f"data.path={text}"] if text and not check else []
+    shape = [*data, *(CHECK if check else LEARN)]
+    goal = trained(*shape, f"steps={steps}", "optimizer=adamw")
     tell({"optimizer": "adamw", "steps": steps, "loss": goal})
     for share in SHARES:
-        loss = run(max(2, round(share * steps)), *shape)
+        loss = trained(*shape, f"steps={max(2, round(share * steps))}")
         tell({"optimizer": "muon", "share of adamw's steps": share, "loss": loss, "reached": loss <= goal})
     if not check:
         print(store("gpu_train", rows))

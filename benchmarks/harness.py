@@ -6,12 +6,14 @@ import multiprocessing
 import platform
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -58,6 +60,17 @@ def training_step(objective: nn.Module, optimizer: torch.optim.Optimizer, ids: T
         optimizer.zero_grad()
 
     return step
+
+
+def trained(*overrides: str) -> float:
+    """The validation loss at the end of `python train.py` with these overrides, in a process and a folder of its own."""
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "train.py", *overrides, f"run_dir={folder}/run", "wandb.mode=disabled", "eval_every=null"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    losses = re.findall(r"validation loss ([\d.]+)", done.stdout)
+    if done.returncode or not losses:
+        raise RuntimeError(f"{command} ended with {done.returncode}: {done.stderr.strip()}")
+    return float(losses[-1])
 
 
 def timing(times: list[float]) -> Timing:

@@ -90,7 +90,7 @@ def test_any_batch_is_row_by_row_what_each_prompt_gives_alone(data):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:of a prompt")
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_any_batch_at_length(data):
     test_any_batch_is_row_by_row_what_each_prompt_gives_alone.hypothesis.inner_test(data)
