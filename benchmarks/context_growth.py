@@ -41,7 +41,7 @@ def whole_text(model: Transformer, length: int) -> Callable[[], object]:
 def measure(model: Transformer, compile: bool) -> list[dict[str, Any]]:
     name = "compiled" if compile else "eager"
     by_length = interleave({str(n): next_token(model, n, 1024, compile) for n in LENGTHS}, turns=15)
-    by_room = interleave({str(n): next_token(model, 64, n, compile) for n in ROOMS}, turns=15)
+    by_room = interleave({str(n): next_token(model, 64, n, compile) for n in ROOMS}, turns=51)
     predicted = bytes_read(model, 1, whole_blocks(1000)) / bytes_read(model, 1, whole_blocks(64))
     grown = by_length["1000"].median / by_length["64"].median
     return [

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,10 +36,13 @@ class Timing:
 
 
 def interleave(contestants: Mapping[str, Callable[[], object]], turns: int = 7, warmup: int = 1) -> dict[str, Timing]:
-    """Time each contestant `turns` times, A B C A B C ..., after `warmup` rounds that do not count."""
+    """Time each contestant `turns` times, once a round, after `warmup` rounds that do not count. Every round has an order of its
+    own: what goes first, or after a certain other, may meet other caches."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    order, shuffle = list(contestants.items()), Random(0).shuffle
     for turn in range(warmup + turns):
-        for name, run in contestants.items():
+        shuffle(order)
+        for name, run in order:
             gc.collect()
             started = time.perf_counter()
             run()

@@ -1,14 +1,14 @@
 """The step that writes one more token a row, compiled: a block becomes a few kernels instead of some fifty calls.
 
-A model of a few blocks is compiled whole; of a deep one a block, once, and all blocks run the same program. It serves every
-length and room of the cache (both are dynamic), follows the weights wherever training takes them (they are arguments, not
-constants), and is kept on disk for the next process.
+A model of a few blocks is compiled whole; of a deep one a few blocks, once, and the others run the same program. It serves
+every length and room of the cache (both are dynamic), follows the weights wherever training takes them (they are arguments,
+not constants), and is kept on disk for the next process.
 """
 
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,9 +18,14 @@ from torch.overrides import TorchFunctionMode
 
 from model.cache import BLOCK, KVCache, LayerCache
 from model.positions import Position
-from model.transformer import Block, Transformer
+from model.transformer import Block, Transformer, run_blocks
 
-SHALLOW = 6  # blocks
+SHALLOW = 6  # blocks at most of a model that is compiled whole
+AT_ONCE = 4  # blocks at most of a deeper one's program: a call costs some 0.3 ms on a CPU, a block more to compile some 4 s
+
+# What several numbers are read for is stored, not computed anew wherever it is used: else a product would normalise the row
+# that it multiplies once for each column. (For a GPU, whose launches this adds to, it was not measured.)
+OPTIONS = {"cpu": {"realize_acc_reads_threshold": 2}}
 
 
 class Compiled:
@@ -31,7 +36,8 @@ class Compiled:
 
     def __init__(self, model: Transformer, kv: KVCache):
         self.model, self.kv = model, kv
-        self.step = compiled(whole_step) if len(model.blocks) <= SHALLOW else step_by_block
+        device = kv.lengths.device.type
+        self.step = compiled(whole_step, device) if len(model.blocks) <= SHALLOW else partial(step_in_parts, device)
         self.checked = self.failed = False
         for layer in kv.layers:
             torch._dynamo.mark_dynamic(layer.keys, 2)
@@ -73,23 +79,34 @@ def warm_up(model: Transformer, rows: int) -> float | None:
 
 
 @cache
-def compiled(part: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def compiled(part: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
     """One for the process; torch keeps a program for every structure, dtype and number of rows that it meets."""
-    return torch.compile(part, fullgraph=True, dynamic=False)
+    return torch.compile(part, fullgraph=True, dynamic=False, options=OPTIONS.get(device))
 
 
 def whole_step(model: Transformer, tokens: Tensor, at: Tensor, mask: Tensor, layers: Sequence[LayerCache]) -> Tensor:
-    return run_head(model, model.transform(tokens, at, mask, layers, run_block))
-
-
-def step_by_block(model: Transformer, tokens: Tensor, at: Tensor, mask: Tensor, layers: Sequence[LayerCache]) -> Tensor:
-    """Some 0.2 ms a block slower, on a CPU, which is much for a small model; but 30 blocks compile as quickly as one."""
-    return compiled(run_head)(model, model.transform(tokens, at, mask, layers, compiled(run_block)))
-
-
-def run_block(block: Block, x: Tensor, position: Position, at: Tensor, mask: Tensor, layer: LayerCache) -> Tensor:
     with OneToken():
-        return block(x, position, at, mask, layer)
+        return model.head(model.transform(tokens, at, mask, layers))
+
+
+def step_in_parts(
+    device: str, model: Transformer, tokens: Tensor, at: Tensor, mask: Tensor, layers: Sequence[LayerCache]
+) -> Tensor:
+    def run(
+        blocks: Sequence[Block], x: Tensor, position: Position, at: Tensor, mask: Tensor, layers: Sequence[LayerCache]
+    ) -> Tensor:
+        n = max(n for n in range(1, AT_ONCE + 1) if len(blocks) % n == 0)
+        for first in range(0, len(blocks), n):
+            part = slice(first, first + n)
+            x = compiled(some_blocks, device)(list(blocks)[part], x, position, at, mask, layers[part])
+        return x
+
+    return compiled(run_head, device)(model, model.transform(tokens, at, mask, layers, run))
+
+
+def some_blocks(*inputs: Any) -> Tensor:
+    with OneToken():
+        return run_blocks(*inputs)
 
 
 def run_head(model: Transformer, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Shapes: b rows, t tokens, d_model the width of the residual stream, vocab the nu
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -88,6 +88,19 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
+def run_blocks(
+    blocks: Iterable[nn.Module],
+    x: Tensor,
+    position: Position,
+    at: Tensor,
+    mask: Tensor | None,
+    layers: Sequence[LayerCache | None],
+) -> Tensor:
+    for block, layer in zip(blocks, layers, strict=True):
+        x = block(x, position, at, mask, layer)
+    return x
+
+
 class Transformer(nn.Module):
     """(b, t) ids -> (b, t, vocab) logits; logits[:, i] depend on tokens[:, : i + 1] only."""
 
@@ -155,13 +168,11 @@ class Transformer(nn.Module):
         at: Tensor,
         mask: Tensor | None,
         layers: Sequence[LayerCache | None],
-        run: Callable[..., Tensor] = lambda block, *inputs: block(*inputs),
+        run: Callable[..., Tensor] = run_blocks,
     ) -> Tensor:
-        """What `features` does with tensors alone, and so can be compiled, with `run` to call each block."""
+        """What `features` does with tensors alone, and so can be compiled, with `run` to call the blocks."""
         x = self.dropout(self.position.embed(self.embed(tokens), at))
-        for block, layer in zip(self.blocks, layers, strict=True):
-            x = run(block, x, self.position, at, mask, layer)
-        return self.norm(x)
+        return self.norm(run(self.blocks, x, self.position, at, mask, layers))
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         return self.head(self.features(tokens, cache))

@@ -10,10 +10,12 @@ from torch._dynamo.utils import counters
 
 from model import Sampling, Transformer, generate, stream
 from model.cache import BLOCK
-from model.decoding import SHALLOW, Compiled, OneToken, matrix_vector, warm_up
+from model.decoding import AT_ONCE, SHALLOW, Compiled, OneToken, matrix_vector, warm_up
 from tests.tiny_models import HEADS, POSITIONS, random_ids, tiny
 
 GREEDY = Sampling(temperature=0)
+DEEP = 2 * AT_ONCE
+assert DEEP > SHALLOW
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +158,7 @@ def test_compiling_is_for_the_cached_step():
 )
 def test_every_kind_of_model(position, layout, dtype, rows, most):
     torch.compiler.reset()
-    layers = SHALLOW + 1 if rows == 1 else 2
+    layers = DEEP if rows == 1 else 2
     sizes = {"context_length": 2 * BLOCK, "n_layers": layers, "n_kv_heads": HEADS[layout]}
     model = tiny(position=position, bias=rows == 1, dtype=dtype, **sizes)
     with torch.no_grad():
@@ -165,11 +167,13 @@ def test_every_kind_of_model(position, layout, dtype, rows, most):
         assert difference(model, rows, BLOCK - 3, None, 6) < most
 
 
-def test_the_blocks_of_a_deep_model_share_one_compilation():
+@pytest.mark.parametrize("layers", [DEEP, SHALLOW + 1])
+def test_the_blocks_of_a_deep_model_share_one_compilation(layers):
+    """Also where their number has no divisor but itself."""
     torch.compiler.reset()
     before = counters["stats"]["unique_graphs"]
-    assert warm_up(tiny(n_layers=SHALLOW + 1), 1) is not None
-    assert counters["stats"]["unique_graphs"] - before == 2  # a block and the head
+    assert warm_up(tiny(n_layers=layers), 1) is not None
+    assert counters["stats"]["unique_graphs"] - before == 2  # some blocks and the head
 
 
 @pytest.mark.slow
@@ -178,7 +182,7 @@ def test_texts_that_take_turns_keep_to_their_own_programs():
     torch.compiler.reset()
     models = [
         tiny(seed=1),
-        tiny(seed=2, n_layers=SHALLOW + 1),
+        tiny(seed=2, n_layers=DEEP),
         tiny(seed=4, mlp="relu2", norm="layernorm", bias=True, dtype=torch.float64),
     ]
     cases = [(model, random_ids(rows, 4, seed=rows).tolist()) for model, rows in zip(models, (1, 1, 2), strict=True)]
