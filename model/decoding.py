@@ -25,7 +25,7 @@ AT_ONCE = 4  # blocks at most of a deeper one's program: a call costs some 0.3 m
 
 # What several numbers are read for is stored, not computed anew wherever it is used: else a product would normalise the row
 # that it multiplies once for each column. (For a GPU, whose launches this adds to, it was not measured.)
-OPTIONS = {"cpu": {"realize_acc_reads_threshold": 2}}
+OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"realize_acc_reads_threshold": 2}}
 
 
 class Compiled:
